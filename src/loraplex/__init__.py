@@ -1,0 +1,1 @@
+"""Serve one base LLM with thousands of LoRA adapters on one device."""

@@ -1,0 +1,67 @@
+"""Value types, ids, limits and errors shared by all rooms. Imports nothing heavy."""
+
+from loraplex.core.base import BaseDescription, BaseSite
+from loraplex.core.engine_client import EngineClient, EngineStats
+from loraplex.core.errors import (
+    AdapterRefused,
+    BaseRefused,
+    ClientError,
+    ConfigError,
+    ContextTooLong,
+    EngineDead,
+    InvalidRequest,
+    KernelUnavailable,
+    LoraplexError,
+    ModelNotFound,
+    Overloaded,
+    RefusalReason,
+    ServerError,
+)
+from loraplex.core.request import (
+    AdapterRef,
+    ChatMessage,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SequenceDelta,
+    ServedBy,
+    TokenLogprob,
+    TopLogprob,
+)
+from loraplex.core.sampling import SamplingParams
+from loraplex.core.types import AdapterDigest, BaseFingerprint, PageId, RequestId, SequenceId
+
+__all__ = [
+    "AdapterDigest",
+    "AdapterRef",
+    "AdapterRefused",
+    "BaseDescription",
+    "BaseFingerprint",
+    "BaseRefused",
+    "BaseSite",
+    "ChatMessage",
+    "ClientError",
+    "ConfigError",
+    "ContextTooLong",
+    "EngineClient",
+    "EngineDead",
+    "EngineStats",
+    "FinishReason",
+    "InvalidRequest",
+    "KernelUnavailable",
+    "LoraplexError",
+    "ModelNotFound",
+    "Overloaded",
+    "PageId",
+    "RefusalReason",
+    "Request",
+    "RequestId",
+    "RequestOutput",
+    "SamplingParams",
+    "SequenceDelta",
+    "SequenceId",
+    "ServedBy",
+    "ServerError",
+    "TokenLogprob",
+    "TopLogprob",
+]

@@ -1,0 +1,71 @@
+"""How the server sees an engine. Implemented by `engine.AsyncEngine` and `testing.FakeEngine`."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from loraplex.core.base import BaseDescription
+from loraplex.core.request import ChatMessage, Request, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters and gauges of one engine, read at any moment. Counters only grow."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_adapter_pages: int = 0  # held by adapters, idle ones included
+    page_tokens: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_adapter_loads: int = 0
+    adapter_load_s: float = 0.0
+    num_adapter_evictions: int = 0
+    num_distinct_adapters: int = 0  # in the last step
+    max_loras: int = 0
+    running_adapters: tuple[str, ...] = ()  # names, for the gateway metric
+    waiting_adapters: tuple[str, ...] = ()
+    resident_adapters: tuple[str, ...] = ()  # digests
+
+
+class EngineClient(Protocol):
+    """One engine. All methods are called from the server's event loop and none blocks it for long."""
+
+    @property
+    def base(self) -> BaseDescription:
+        """Identity of the base model that is loaded."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens (prompt and output) a sequence may have."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the step loop has stopped or has made no step or idle tick for 10 s."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Tokens of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special tokens included."""
+        ...
+
+    def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> tuple[int, ...]:
+        """Tokens of a conversation through the model's chat template. Raises InvalidRequest if it has none."""
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Run a request. Closing the iterator early cancels it. Raises InvalidRequest, Overloaded or EngineDead."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics."""
+        ...

@@ -1,0 +1,109 @@
+"""A request and its answer, as they cross the rooms."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from loraplex.core.sampling import SamplingParams
+from loraplex.core.types import AdapterDigest, BaseFingerprint, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """A name resolved to the exact weights it stood for at that moment."""
+
+    name: str
+    version: int
+    digest: AdapterDigest
+
+    @property
+    def label(self) -> str:
+        """`name@version`, for people."""
+        return f"{self.name}@{self.version}"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. STOP: end token, stop token or stop string. LENGTH: a length limit. ABORT: cancelled."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One client request after parsing, authorisation and tokenisation. `adapter` None means the base, by choice."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    adapter: AdapterRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability (natural log, from the unmodified logits) of one token and of the most likely ones."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple["TopLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """What one sequence of a request gained since the last output. `finish_reason` is set exactly once, on the last."""
+
+    index: int  # 0 .. n-1
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that matched, if one did
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBy:
+    """Which weights really ran, taken from what the engine executed, not from what was asked."""
+
+    base_name: str
+    base_fingerprint: BaseFingerprint
+    adapter: AdapterRef | None
+    cold: bool = False  # the adapter had to be brought into the pool for this request
+    load_s: float = 0.0  # seconds that took
+
+    @property
+    def model(self) -> str:
+        """The `model` field of an answer."""
+        return self.adapter.label if self.adapter else self.base_name
+
+    @property
+    def system_fingerprint(self) -> str:
+        """`base-<12 hex>` or `base-<12 hex>.lora-<12 hex>`."""
+        base = f"base-{self.base_fingerprint[:12]}"
+        return f"{base}.lora-{self.adapter.digest[:12]}" if self.adapter else base
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One increment of an answer. `deltas` has at most one entry a sequence; `finished` is true on the last output."""
+
+    request_id: RequestId
+    served_by: ServedBy
+    deltas: tuple[SequenceDelta, ...]
+    finished: bool
+    num_prompt_tokens: int
+    num_output_tokens: int  # so far, over all sequences of the request
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+    extra: tuple[tuple[str, str], ...] = field(default=())  # further string fields, e.g. name

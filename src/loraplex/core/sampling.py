@@ -1,0 +1,119 @@
+"""How the next token is chosen and when a sequence ends."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from loraplex.core import limits
+from loraplex.core.errors import InvalidRequest
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    """Raise InvalidRequest unless low <= value <= high; NaN and infinities fail."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, got {value!r}.", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}.", name)
+
+
+def _check_int(name: str, value: int, low: int, high: int) -> None:
+    """Raise InvalidRequest unless value is an int in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}.", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}.", name)
+
+
+def _check_len(name: str, value: Sequence[object], limit: int) -> None:
+    if len(value) > limit:
+        raise InvalidRequest(f"{name} may have at most {limit} entries, got {len(value)}.", name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters with vLLM's names and defaults. Checked when built; raises InvalidRequest.
+
+    `max_tokens` None means up to the model's context. `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens.
+    `seed` None draws a fresh one; with a seed the same request gives the same tokens whatever shares its batch.
+    `logprobs` k asks for the chosen token and the k most likely.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, limits.MAX_TOKENS)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens or limits.MAX_TOKENS)
+        _check_int("n", self.n, 1, limits.MAX_N)
+        _check_int("top_k", self.top_k, -1, limits.MAX_TOP_K)
+        if self.seed is not None:
+            _check_int("seed", self.seed, limits.MIN_SEED, limits.MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, limits.MAX_LOGPROBS)
+        self._check_numbers()
+        self._check_stops()
+
+    def _normalise(self) -> None:
+        """Accept the list, string and mapping forms people write; the stored form is hashable."""
+        stop: object = self.stop
+        if isinstance(stop, str):
+            object.__setattr__(self, "stop", (stop,))
+        bias: object = self.logit_bias
+        if isinstance(bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(bias.items()))
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+
+    def _check_numbers(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, limits.MAX_TEMPERATURE)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p must be above 0, got 0.0; use temperature 0 for greedy.", "top_p")
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -limits.MAX_ABS_PENALTY, limits.MAX_ABS_PENALTY)
+        low, high = limits.MIN_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY
+        _check_number("repetition_penalty", self.repetition_penalty, low, high)
+
+    def _check_stops(self) -> None:
+        _check_len("stop", self.stop, limits.MAX_STOP_STRINGS)
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= limits.MAX_STOP_STRING_CHARS:
+                limit = limits.MAX_STOP_STRING_CHARS
+                raise InvalidRequest(f"stop strings must have 1 to {limit} characters, got {text!r:.80}.", "stop")
+        _check_len("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, 2**31 - 1)
+        _check_len("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS)
+        for token, value in self.logit_bias:
+            _check_int("logit_bias", token, 0, 2**31 - 1)
+            _check_number("logit_bias", value, -limits.MAX_ABS_LOGIT_BIAS, limits.MAX_ABS_LOGIT_BIAS)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequest if a token id lies outside the model's vocabulary. The one place this is checked."""
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, vocab_size - 1)
+        for token, _ in self.logit_bias:
+            _check_int("logit_bias", token, 0, vocab_size - 1)
