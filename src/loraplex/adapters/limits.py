@@ -1,0 +1,25 @@
+"""Limits on adapter artifacts. An artifact past one of them is refused, never truncated."""
+
+from dataclasses import dataclass
+
+from loraplex.core import ConfigError
+
+MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 4 * 2**20
+MAX_TENSORS = 20_000
+MAX_TENSOR_DIMS = 8
+DEFAULT_MAX_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What this server takes in. Raises ConfigError if a limit cannot work."""
+
+    max_rank: int | None = None  # --max-lora-rank; None is no limit
+    max_bytes: int = DEFAULT_MAX_BYTES  # of adapter_model.safetensors
+
+    def __post_init__(self) -> None:
+        if self.max_rank is not None and self.max_rank < 1:
+            raise ConfigError(f"--max-lora-rank must be at least 1, got {self.max_rank}.")
+        if self.max_bytes < 1:
+            raise ConfigError(f"max_bytes of an adapter must be at least 1, got {self.max_bytes}.")

@@ -1,0 +1,28 @@
+"""Gathered LoRA and the other operations of a decoder. Knows tensors only."""
+
+from loraplex.kernels.ops import Ops
+from loraplex.kernels.reference import TorchOps
+from loraplex.kernels.select import OpsChoice, choose_ops
+from loraplex.kernels.types import (
+    AttentionShape,
+    HeadNorms,
+    KvBatch,
+    Linear,
+    LoraBatch,
+    LoraSite,
+    RopeTable,
+)
+
+__all__ = [
+    "AttentionShape",
+    "HeadNorms",
+    "KvBatch",
+    "Linear",
+    "LoraBatch",
+    "LoraSite",
+    "Ops",
+    "OpsChoice",
+    "RopeTable",
+    "TorchOps",
+    "choose_ops",
+]

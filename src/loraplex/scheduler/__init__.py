@@ -1,0 +1,17 @@
+"""Queues, admission and continuous batching. Plans steps as values; knows no tensors, clocks or threads."""
+
+from loraplex.scheduler.config import SchedulerConfig
+from loraplex.scheduler.plan import AdapterLoad, Committed, ScheduledChunk, StepPlan
+from loraplex.scheduler.scheduler import Scheduler
+from loraplex.scheduler.sequence import Sequence, SequenceStatus
+
+__all__ = [
+    "AdapterLoad",
+    "Committed",
+    "ScheduledChunk",
+    "Scheduler",
+    "SchedulerConfig",
+    "Sequence",
+    "SequenceStatus",
+    "StepPlan",
+]

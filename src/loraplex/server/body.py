@@ -1,0 +1,131 @@
+"""Reading a request body: size and time limits, strict JSON, and a schema that refuses what it does not know."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import TypeVar, cast
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loraplex.core import InvalidRequest
+from loraplex.server.errors import http_reply
+from loraplex.server.schema import Body, is_one_of
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class BodyLimit:
+    """ASGI middleware: a body over `max_bytes` is a 413, by its Content-Length or as soon as it has grown past it."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif self._declared_len(scope) > self._max_bytes:
+            await http_reply(413, self._message()).response({"Connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, self._counted(receive), send)
+
+    def _message(self) -> str:
+        return f"The request body is larger than the limit of {self._max_bytes} bytes."
+
+    def _declared_len(self, scope: Scope) -> int:
+        """Content-Length, or 0 if there is none that can be read; the bytes are counted in any case."""
+        values = [value for name, value in scope["headers"] if name == b"content-length"]
+        return max((int(value) for value in values if value.isdigit() and len(value) < 20), default=0)
+
+    def _counted(self, receive: Receive) -> Receive:
+        """`receive`, raising a 413 once more than the limit has come in."""
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, self._message(), {"Connection": "close"})
+            return message
+
+        return counted
+
+
+async def read_body(request: Request, schema: type[BodyT], timeout_s: float) -> BodyT:
+    """The validated body. Raises InvalidRequest (400) and HTTPException (408, 413, 415)."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HTTPException(415, f"Content-Type must be application/json, got {media_type!r:.80}.")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise HTTPException(415, "Content-Encoding is not supported; send the body as it is.")
+    try:
+        async with asyncio.timeout(timeout_s):
+            data = await request.body()
+    except TimeoutError:
+        raise HTTPException(408, f"The body did not arrive within {timeout_s:g} s.", {"Connection": "close"}) from None
+    return validate(parse_json(data), schema)
+
+
+def parse_json(data: bytes) -> dict[str, object]:
+    """A JSON object, read strictly: UTF-8, no duplicate keys, no NaN or infinities. Raises InvalidRequest."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant)
+        if b"\\u" in data:  # an escape is the only way to write half a surrogate pair, which no tokenizer can take
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeError:
+        raise InvalidRequest("The body is not valid Unicode text.") from None
+    except RecursionError:
+        raise InvalidRequest("The body is nested too deeply.") from None
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return cast("dict[str, object]", value)
+
+
+def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise InvalidRequest(f"The key {twice!r:.80} stands twice in one object.", twice[:80])
+    return result
+
+
+def _refuse_constant(name: str) -> float:
+    raise InvalidRequest(f"{name} is not a number of JSON.")
+
+
+def validate(value: Mapping[str, object], schema: type[BodyT]) -> BodyT:
+    """An instance of the schema. Raises InvalidRequest naming the field; null stands for an absent optional field."""
+    fields = dict(value)
+    for name, neutral in schema.unsupported.items():
+        if name in fields and not is_one_of(fields.pop(name), (None, *neutral)):
+            raise InvalidRequest(f"{name} is not supported{_allowed_note(neutral)}.", name)
+    for name in fields.keys() - schema.model_fields.keys():
+        raise InvalidRequest(f"Unknown field {name!r:.80}.", name[:80])
+    given = {name: item for name, item in fields.items() if item is not None}
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise _as_invalid_request(error) from None
+
+
+def _allowed_note(neutral: tuple[object, ...]) -> str:
+    return f" (only {' or '.join(json.dumps(item) for item in neutral)})" if neutral else ""
+
+
+def _as_invalid_request(error: ValidationError) -> InvalidRequest:
+    """The first complaint of pydantic in our words, with the field it is about."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = ".".join(str(part) for part in first["loc"]) or "body"
+    param = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "missing":
+        return InvalidRequest(f"The field {path!r:.160} is required.", param)
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"Unknown field {path!r:.160}.", param)
+    return InvalidRequest(f"{path:.160}: {first['msg']}; got {first['input']!r:.80}.", param)

@@ -1,0 +1,36 @@
+"""Settings of the HTTP server."""
+
+import math
+from dataclasses import dataclass, field
+
+from loraplex.core import ConfigError, limits
+
+MIN_API_KEY_CHARS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the HTTP server may do. Checked when built; raises ConfigError.
+
+    `api_key` None leaves the routes open to whoever reaches the port. `stall_timeout_s` is how long a reader may refuse
+    bytes before its stream is cancelled; `body_timeout_s` how long a client may take to send a body.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    max_body_bytes: int = limits.MAX_BODY_BYTES
+    body_timeout_s: float = 30.0
+    stall_timeout_s: float = 30.0
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not _is_usable_key(self.api_key):
+            raise ConfigError(f"--api-key must be at least {MIN_API_KEY_CHARS} printable ASCII characters, no spaces.")
+        for name in ("max_body_bytes", "body_timeout_s", "stall_timeout_s"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"{name} must be a number above 0, got {value!r}.")
+
+
+def _is_usable_key(key: str) -> bool:
+    """True for a key that survives an HTTP header unchanged."""
+    return len(key) >= MIN_API_KEY_CHARS and all("!" <= char <= "~" for char in key)

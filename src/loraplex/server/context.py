@@ -1,0 +1,158 @@
+"""What the server knows about one HTTP request while it runs, and the middleware that owns it."""
+
+import asyncio
+import re
+import time
+import traceback
+import uuid
+from dataclasses import dataclass, field
+from typing import cast
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.typing import FilteringBoundLogger
+
+from loraplex.core import EngineDead, RequestOutput, ServedBy
+from loraplex.server.errors import reply_for
+from loraplex.server.metrics import Metrics
+
+CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
+UNMATCHED_ROUTE = "unmatched"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_SCOPE_KEY = "loraplex.context"
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What has come back from the engine for one HTTP request, over all its prompts."""
+
+    prompt_tokens: dict[int, int] = field(default_factory=dict)  # by prompt index
+    output_tokens: dict[int, int] = field(default_factory=dict)
+    served_by: ServedBy | None = None
+    cold: bool = False
+    load_s: float = 0.0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    def add(self, prompt_idx: int, output: RequestOutput, now: float) -> None:
+        """Book one output. `now` is in the seconds of the context's clock."""
+        self.prompt_tokens[prompt_idx] = output.num_prompt_tokens
+        self.output_tokens[prompt_idx] = output.num_output_tokens
+        self.served_by = output.served_by
+        self.cold = self.cold or output.served_by.cold
+        self.load_s = max(self.load_s, output.served_by.load_s)
+        if output.num_output_tokens:
+            self.first_token_at = self.first_token_at or now
+            self.last_token_at = now
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self.prompt_tokens.values())
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_tokens.values())
+
+
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    """One HTTP request. Handlers fill in what they learn; the middleware logs and counts it at the end."""
+
+    request_id: str  # the client's X-Request-Id where it is sane; not unique, so never an engine id
+    started_at: float
+    status: int | None = None
+    requested_model: str | None = None
+    error_code: str | None = None  # of an error after the answer had begun, which the status cannot show
+    tally: Tally = field(default_factory=Tally)
+
+
+def context_of(request: Request) -> RequestContext:
+    """The context that the middleware made for this request."""
+    return cast("RequestContext", request.scope[_SCOPE_KEY])
+
+
+def sane_request_id(given: str | None) -> str:
+    """The client's id if it can stand in headers and logs, else a fresh one."""
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class ContextMiddleware:
+    """Outermost ASGI layer: request id, last-resort errors, metrics and one access log line a request."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: FilteringBoundLogger) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = RequestContext(sane_request_id(Headers(scope=scope).get("x-request-id")), time.perf_counter())
+        scope[_SCOPE_KEY] = context
+        try:
+            await self._run(context, scope, receive, send)
+        finally:
+            self._finish(context, scope)
+
+    async def _run(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app; whatever escapes it becomes a 5xx in the one error shape, if an answer has not begun."""
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = context.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            context.status = CLIENT_CLOSED_STATUS
+        except asyncio.CancelledError:
+            if context.status is None:
+                shutdown = EngineDead("The server shut down before the answer was complete.")
+                await reply_for(shutdown).response()(scope, receive, send_with_id)
+            raise
+        except Exception as error:
+            log_unexpected(self._log, error, context.request_id)
+            if context.status is None:
+                await reply_for(error).response()(scope, receive, send_with_id)
+
+    def _finish(self, context: RequestContext, scope: Scope) -> None:
+        seconds = time.perf_counter() - context.started_at
+        route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
+        status = context.status or 500
+        self._metrics.observe_http(route, status)
+        tally = context.tally
+        complete = status == 200 and context.error_code is None
+        if complete and tally.first_token_at is not None and tally.last_token_at is not None:
+            decode_s = tally.last_token_at - tally.first_token_at
+            ttft_s = tally.first_token_at - context.started_at
+            self._metrics.observe_generation(ttft_s, decode_s, tally.num_output_tokens, seconds)
+        self._log.info("request", **_log_fields(context), route=route, status=status, seconds=round(seconds, 6))
+
+
+def log_unexpected(log: FilteringBoundLogger, error: Exception, request_id: str) -> None:
+    """Log an error that is not ours: its class and where it came from, not its message, which may quote a prompt."""
+    frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+    log.error("unexpected_error", request_id=request_id, error=type(error).__qualname__, frames=frames)
+
+
+def _log_fields(context: RequestContext) -> dict[str, object]:
+    """Fields of the access log: what ran, never what was said."""
+    tally = context.tally
+    served = tally.served_by
+    adapter = served.adapter if served else None
+    return {
+        "request_id": context.request_id,
+        "requested_model": context.requested_model,
+        "model": served.model if served else None,
+        "adapter_digest": adapter.digest if adapter else None,
+        "base_fingerprint": served.base_fingerprint if served else None,
+        "stream_error": context.error_code,
+        "cold": tally.cold,
+        "load_s": tally.load_s,
+        "prompt_tokens": tally.num_prompt_tokens,
+        "output_tokens": tally.num_output_tokens,
+    }

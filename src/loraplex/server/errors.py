@@ -1,0 +1,151 @@
+"""Error classes to HTTP: the one table of statuses, and the one JSON shape of an error."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from loraplex.core import (
+    AdapterRefused,
+    BaseRefused,
+    ClientError,
+    ConfigError,
+    ContextTooLong,
+    EngineDead,
+    InvalidRequest,
+    KernelUnavailable,
+    LoraplexError,
+    ModelNotFound,
+    Overloaded,
+    ServerError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """HTTP status of an error and the `type` that its body carries."""
+
+    status: int
+    type: str
+
+
+INVALID = ErrorKind(400, "invalid_request_error")
+INTERNAL = ErrorKind(500, "server_error")
+UNAVAILABLE = ErrorKind(503, "service_unavailable_error")
+
+ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
+    {
+        LoraplexError: INTERNAL,
+        ClientError: INVALID,
+        InvalidRequest: INVALID,
+        ContextTooLong: INVALID,
+        ModelNotFound: ErrorKind(404, "NotFoundError"),
+        AdapterRefused: INVALID,
+        BaseRefused: INTERNAL,
+        ConfigError: INTERNAL,
+        ServerError: INTERNAL,
+        Overloaded: UNAVAILABLE,
+        EngineDead: UNAVAILABLE,
+        KernelUnavailable: INTERNAL,
+    }
+)
+
+HTTP_CODES: Mapping[int, str] = MappingProxyType(
+    {
+        400: "invalid_request",
+        401: "invalid_api_key",
+        404: "route_not_found",
+        405: "method_not_allowed",
+        408: "request_timeout",
+        413: "request_too_large",
+        415: "unsupported_media_type",
+    }
+)
+
+UNEXPECTED_MESSAGE = "The server met an unexpected error. The request id is in the X-Request-Id header."
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """One error as the client will see it."""
+
+    kind: ErrorKind
+    code: str
+    message: str
+    param: str | None = None
+    reason: str | None = None
+    retry_after_s: int | None = None
+
+    def body(self) -> dict[str, object]:
+        """The JSON object: OpenAI's shape, plus `reason` where an adapter or base was refused."""
+        error: dict[str, object] = {
+            "message": self.message,
+            "type": self.kind.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.reason is not None:
+            error["reason"] = self.reason
+        return {"error": error}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        """The HTTP answer."""
+        merged = dict(headers or {})
+        if self.retry_after_s is not None:
+            merged["Retry-After"] = str(self.retry_after_s)
+        return JSONResponse(self.body(), status_code=self.kind.status, headers=merged)
+
+
+def kind_of(error: LoraplexError) -> ErrorKind:
+    """Status and type of an error, from its class or the nearest one above it."""
+    for cls in type(error).__mro__:
+        if issubclass(cls, LoraplexError) and cls in ERROR_KINDS:
+            return ERROR_KINDS[cls]
+    return INTERNAL
+
+
+def reply_for(error: Exception) -> ErrorReply:
+    """What a client may see of an error. Errors that are not ours say nothing about their cause."""
+    if not isinstance(error, LoraplexError):
+        return ErrorReply(INTERNAL, LoraplexError.code, UNEXPECTED_MESSAGE)
+    return ErrorReply(
+        kind=kind_of(error),
+        code=error.code,
+        message=error.message,
+        param=_param_of(error),
+        reason=error.reason_code if isinstance(error, AdapterRefused | BaseRefused) else None,
+        retry_after_s=max(1, math.ceil(error.retry_after_s)) if isinstance(error, Overloaded) else None,
+    )
+
+
+def _param_of(error: LoraplexError) -> str | None:
+    if isinstance(error, InvalidRequest):
+        return error.param
+    return "model" if isinstance(error, ModelNotFound) else None
+
+
+def http_reply(status: int, message: str) -> ErrorReply:
+    """An error that HTTP itself defines: no such route, no key, body too large."""
+    error_type = "authentication_error" if status == 401 else INVALID.type
+    return ErrorReply(ErrorKind(status, error_type), HTTP_CODES.get(status, "http_error"), message)
+
+
+async def handle_loraplex_error(request: Request, error: Exception) -> Response:
+    """Starlette handler of every LoraplexError raised before an answer has started."""
+    return reply_for(error).response()
+
+
+async def handle_http_error(request: Request, error: Exception) -> Response:
+    """Starlette handler of HTTPException: routing, authentication and body limits."""
+    if not isinstance(error, HTTPException):
+        return reply_for(error).response()
+    message = error.detail
+    if error.status_code == 404:
+        message = f"There is no route {request.scope['path']!r:.200}."
+    elif error.status_code == 405:
+        message = f"The method {request.method} is not allowed on this route."
+    return http_reply(error.status_code, message).response(error.headers)
