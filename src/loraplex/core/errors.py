@@ -11,7 +11,7 @@ LoraplexError
 └── ServerError                 the caller did nothing wrong
     ├── Overloaded              the queue is full; try again later
     ├── EngineDead              the engine stopped; the process must be restarted
-    └── KernelUnavailable       a native kernel could not be built or loaded
+    └── NonFiniteOutput         the weights a request asked for produced NaN or infinity; only that request fails
 """
 
 from enum import StrEnum
@@ -136,5 +136,11 @@ class EngineDead(ServerError):
     code = "engine_dead"
 
 
-class KernelUnavailable(ServerError):
-    code = "kernel_unavailable"
+class NonFiniteOutput(ServerError):
+    """The weights that served a request produced logits without a finite maximum."""
+
+    code = "non_finite_output"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model {model!r} produced NaN or infinite values; the request was stopped.")
+        self.model = model

@@ -8,20 +8,48 @@ from loraplex.core import limits
 from loraplex.core.errors import InvalidRequest
 
 
+def _show(value: object) -> str:
+    """A value for a message, cut at 80 characters; Python refuses to print integers of over 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.80}"
+
+
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     """Raise InvalidRequest unless low <= value <= high; NaN and infinities fail."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, got {value!r}.", name)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+        raise InvalidRequest(f"{name} must be a finite number, got {_show(value)}.", name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}.", name)
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {_show(value)}.", name)
 
 
 def _check_int(name: str, value: int, low: int, high: int) -> None:
     """Raise InvalidRequest unless value is an int in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer, got {value!r}.", name)
+        raise InvalidRequest(f"{name} must be an integer, got {_show(value)}.", name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}.", name)
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {_show(value)}.", name)
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be true or false, got {_show(value)}.", name)
+
+
+def _as_tuple(name: str, value: object) -> tuple[object, ...]:
+    """A list or tuple as a tuple, None as an empty one. Raises InvalidRequest for anything else."""
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequest(f"{name} must be a list, got {_show(value)}.", name)
+    return tuple(value)
+
+
+def _as_pair(value: object) -> tuple[object, object]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, got {_show(value)}.", "logit_bias")
+    return (value[0], value[1])
 
 
 def _check_len(name: str, value: Sequence[object], limit: int) -> None:
@@ -68,19 +96,20 @@ class SamplingParams:
             _check_int("seed", self.seed, limits.MIN_SEED, limits.MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, limits.MAX_LOGPROBS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _check_bool(name, getattr(self, name))
         self._check_numbers()
         self._check_stops()
 
     def _normalise(self) -> None:
         """Accept the list, string and mapping forms people write; the stored form is hashable."""
         stop: object = self.stop
-        if isinstance(stop, str):
-            object.__setattr__(self, "stop", (stop,))
         bias: object = self.logit_bias
-        if isinstance(bias, Mapping):
-            object.__setattr__(self, "logit_bias", tuple(bias.items()))
-        for name in ("stop", "stop_token_ids", "logit_bias"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        stops = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop)
+        pairs = tuple(bias.items()) if isinstance(bias, Mapping) else _as_tuple("logit_bias", bias)
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", tuple(_as_pair(pair) for pair in pairs))
 
     def _check_numbers(self) -> None:
         _check_number("temperature", self.temperature, 0.0, limits.MAX_TEMPERATURE)

@@ -7,7 +7,7 @@ A chunk is at most `chunk_rank` ranks of one site and has two pieces, A [rank, d
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OPEN_PAGES = 8  # how many unfilled pages a piece may still go to; wastes under 1 % on Llama-3-8B shapes
+OPEN_PAGES = 8  # unfilled pages a piece may still go to; at most one page over the minimum on Llama-3-8B shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
 """Settings of the scheduler."""
 
+import math
 from dataclasses import dataclass
 
 from loraplex.core import ConfigError
+
+_KNOBS = {"max_step_tokens": "--max-num-batched-tokens"}  # flags with vLLM's name; the others are named as the field
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,12 @@ class SchedulerConfig:
         for name in ("max_model_len", "max_step_tokens", "max_num_seqs", "max_loras", "max_waiting"):
             value = getattr(self, name)
             if value < 1:
-                knob = "--" + name.replace("_", "-")
+                knob = _KNOBS.get(name, "--" + name.replace("_", "-"))
                 raise ConfigError(f"{name} must be at least 1, got {value}; set {knob}.")
         if self.max_step_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence takes one token of the budget; set --max-num-batched-tokens or --max-num-seqs."
             )
+        if not (math.isfinite(self.adapter_patience_s) and self.adapter_patience_s >= 0):
+            raise ConfigError(f"adapter_patience_s must be 0 or more seconds, got {self.adapter_patience_s}.")

@@ -17,9 +17,9 @@ from loraplex.core import (
     ContextTooLong,
     EngineDead,
     InvalidRequest,
-    KernelUnavailable,
     LoraplexError,
     ModelNotFound,
+    NonFiniteOutput,
     Overloaded,
     ServerError,
 )
@@ -50,7 +50,7 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         ServerError: INTERNAL,
         Overloaded: UNAVAILABLE,
         EngineDead: UNAVAILABLE,
-        KernelUnavailable: INTERNAL,
+        NonFiniteOutput: INTERNAL,
     }
 )
 

@@ -1,0 +1,175 @@
+"""The engine behind an event loop: one thread steps it, requests stream their outputs to coroutines."""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from loraplex.core import (
+    BaseDescription,
+    ChatMessage,
+    EngineDead,
+    EngineStats,
+    LoraplexError,
+    Request,
+    RequestId,
+    RequestOutput,
+)
+from loraplex.engine.engine import Engine, StepResult
+from loraplex.engine.outputs import RequestFailed
+
+HEARTBEAT_S = 10.0
+_IDLE_TICK_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Where the outputs of one request go."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: "asyncio.Queue[RequestOutput | LoraplexError]"
+
+
+_Addressed = tuple[_Stream, RequestOutput | LoraplexError]
+
+
+class AsyncEngine:
+    """An EngineClient. `start` it before use; `stop` ends the thread and fails what still runs."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self.engine = engine
+        self._clock = clock
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[RequestId, _Stream] = {}
+        self._thread = threading.Thread(target=self._run, name="loraplex-engine", daemon=True)
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._beat_s = clock()
+
+    # ------------------------------------------------------------------ EngineClient
+    @property
+    def base(self) -> BaseDescription:
+        return self.engine.base
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.scheduler.config.max_model_len
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping and self._clock() - self._beat_s < HEARTBEAT_S
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return tuple(self.engine.tokenizer.encode(text, add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.engine.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> tuple[int, ...]:
+        return tuple(self.engine.tokenizer.encode_chat(messages, add_generation_prompt))
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        if not self._thread.is_alive() or self._stopping:
+            raise EngineDead("The engine has stopped.")
+        self.engine.check(request)
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        is_finished = False
+        self._commands.put(lambda: self._add(request, stream))
+        try:
+            while not is_finished:
+                output = await stream.outputs.get()
+                is_finished = isinstance(output, LoraplexError) or output.finished
+                if isinstance(output, LoraplexError):
+                    raise output
+                yield output
+        finally:
+            if not is_finished:
+                self._commands.put(lambda: self._abort(request.request_id))
+
+    # ------------------------------------------------------------------ life cycle
+    def start(self) -> None:
+        """Start stepping."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the step at hand, fail what is left with EngineDead, end the thread."""
+        self._stopping = True
+        self._commands.put(lambda: None)
+        self._thread.join()
+
+    # ------------------------------------------------------------------ the engine's thread
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_commands()
+                self._beat_s = self._clock()
+                self._dispatch(self.engine.step(self._clock()))
+        except BaseException as error:
+            self._failure = error
+            _log.exception("the engine stopped")
+        finally:
+            self._stopping = True
+            self._fail_all()
+
+    def _take_commands(self) -> None:
+        """Run what was asked since the last step; wait for a command when there is nothing to step."""
+        try:
+            if not self.engine.has_work:
+                self._commands.get(timeout=_IDLE_TICK_S)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _add(self, request: Request, stream: _Stream) -> None:
+        try:
+            self.engine.add_request(request, self._clock())
+        except LoraplexError as error:
+            _call_soon(stream.loop, [(stream, error)])
+            return
+        self._streams[request.request_id] = stream
+
+    def _abort(self, request_id: RequestId) -> None:
+        self.engine.abort(request_id)
+        self._streams.pop(request_id, None)
+
+    def _dispatch(self, results: list[StepResult]) -> None:
+        """Hand a step's outputs over, with one wake-up for each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Addressed]] = {}
+        for result in results:
+            is_last = isinstance(result, RequestFailed) or result.finished
+            take = self._streams.pop if is_last else self._streams.get
+            stream = take(result.request_id, None)
+            if stream is not None:
+                output = result.error if isinstance(result, RequestFailed) else result
+                by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, outputs in by_loop.items():
+            _call_soon(loop, outputs)
+
+    def _fail_all(self) -> None:
+        while not self._commands.empty():
+            self._commands.get_nowait()()
+        for stream in self._streams.values():
+            _call_soon(stream.loop, [(stream, EngineDead("The engine stopped while the request ran."))])
+        self._streams.clear()
+
+
+def _deliver(outputs: list[_Addressed]) -> None:
+    for stream, output in outputs:
+        stream.outputs.put_nowait(output)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, outputs: list[_Addressed]) -> None:
+    """Deliver on the loop that waits, unless it has closed meanwhile: then nobody waits."""
+    try:
+        loop.call_soon_threadsafe(_deliver, outputs)
+    except RuntimeError:
+        _log.debug("an event loop closed before its outputs came")

@@ -1,0 +1,46 @@
+"""Settings of an engine, and how "auto" values are resolved."""
+
+import os
+from dataclasses import dataclass
+
+from loraplex.core import ConfigError
+
+MIB = 2**20
+GIB = 2**30
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings with vLLM's meanings where vLLM has them. None is resolved from the model or the machine.
+
+    The pool is `kv_pages` pages, or as many as `memory_bytes` hold. `max_loras` bounds distinct adapters in a step and
+    `max_lora_rank` is a limit: neither reserves memory.
+    """
+
+    dtype: str = "auto"
+    device: str = "cpu"
+    num_threads: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_loras: int = 32
+    max_lora_rank: int | None = None
+    kv_pages: int | None = None
+    memory_bytes: int = 1 * GIB
+    max_waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is not supported; choose one of {', '.join(DTYPES)} (--dtype).")
+        for name in ("num_threads", "max_model_len", "max_lora_rank", "kv_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value} (--{name.replace('_', '-')}).")
+        if self.memory_bytes < 1:
+            raise ConfigError(f"memory_bytes must be positive, got {self.memory_bytes} (--memory).")
+
+    @property
+    def threads(self) -> int:
+        """Threads for the model: as asked, else the cores this process may use."""
+        return self.num_threads or len(os.sched_getaffinity(0))

@@ -1,0 +1,279 @@
+"""The step loop: the scheduler and the pool meet the model. Synchronous and single-threaded; `now` is passed in."""
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from loraplex.adapters import Adapter
+from loraplex.core import (
+    AdapterDigest,
+    EngineStats,
+    FinishReason,
+    InvalidRequest,
+    ModelNotFound,
+    NonFiniteOutput,
+    Overloaded,
+    Request,
+    RequestId,
+    RequestOutput,
+    SequenceId,
+    ServedBy,
+)
+from loraplex.engine.batch import BatchBuilder, PageBuffer
+from loraplex.engine.loading import LoadedBase
+from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
+from loraplex.engine.packing import PackedAdapter, pack_adapter
+from loraplex.model import Sampled, SamplingRow, sample
+from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
+
+StepResult = RequestOutput | RequestFailed
+
+LogitsObserver = Callable[[RequestId, int, Tensor], None]
+"""Called with (request, sequence index, logits [vocab] float32) for every token drawn, before it is drawn."""
+
+
+@dataclass(slots=True)
+class _Counters:
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_adapter_loads: int = 0
+    adapter_load_s: float = 0.0
+    num_distinct_adapters: int = 0
+
+
+class Engine:
+    """One base on one device with the adapters registered to it.
+
+    `add_adapter`, `check` and `stats` may be called from any thread; the rest belongs to the thread that steps.
+    """
+
+    def __init__(self, base: LoadedBase, on_logits: LogitsObserver | None = None) -> None:
+        self.base = base.description
+        self.tokenizer = base.tokenizer
+        self._decoder = base.decoder
+        self._geometry = base.geometry
+        self._max_waiting = base.config.max_waiting
+        self.scheduler = Scheduler(base.scheduler_config, base.geometry)
+        self._buffer = PageBuffer(base.geometry, base.decoder.dtype, base.decoder.device)
+        self._builder = BatchBuilder(self._buffer)
+        self._outputs = OutputProcessor(base.tokenizer)
+        self._packed: dict[AdapterDigest, PackedAdapter] = {}
+        self._retired: set[AdapterDigest] = set()
+        self._requests: dict[RequestId, RequestState] = {}
+        self._owner: dict[SequenceId, RequestState] = {}
+        self._seeds: dict[SequenceId, int] = {}
+        self._random = random.SystemRandom()
+        self._counters = _Counters()
+        self._on_logits = on_logits
+        self._stats = EngineStats()
+        self._snapshot()
+
+    # ------------------------------------------------------------------ adapters
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Pack an adapter and keep it in host memory, ready to be paged in. Raises AdapterRefused."""
+        if adapter.digest not in self._packed:
+            dtype = self._decoder.dtype
+            self._packed[adapter.digest] = pack_adapter(adapter, self.base.sites, self._geometry, dtype)
+        self._retired.discard(adapter.digest)
+
+    def retire_adapter(self, digest: AdapterDigest) -> None:
+        """No new requests for it; its memory goes once the requests that run have ended."""
+        self._retired.add(digest)
+
+    def _sweep_retired(self) -> None:
+        for digest in [d for d in self._retired if not self.scheduler.uses_adapter(d)]:
+            if self.scheduler.residency.is_resident(digest):
+                self.scheduler.residency.evict(digest)
+            self._packed.pop(digest, None)
+            self._retired.discard(digest)
+
+    # ------------------------------------------------------------------ requests
+    def check(self, request: Request) -> None:
+        """Raise what `add_request` would: InvalidRequest, ContextTooLong, ModelNotFound, Overloaded."""
+        vocab = self.base.vocab_size
+        for token in request.prompt_token_ids:
+            if not 0 <= token < vocab:
+                raise InvalidRequest(f"prompt token {token} is outside the vocabulary of {vocab} tokens.", "prompt")
+        request.params.check_vocabulary(vocab)
+        params = request.params
+        self.scheduler.check_fits(len(request.prompt_token_ids), params.max_tokens, self._pages_of(request))
+        if len(self.scheduler.waiting) + params.n > self._max_waiting:
+            raise Overloaded(
+                f"The queue of {self._max_waiting} waiting sequences is full (--max-waiting).", retry_after_s=1.0
+            )
+
+    def _pages_of(self, request: Request) -> int:
+        if request.adapter is None:
+            return 0
+        packed = self._packed.get(request.adapter.digest)
+        if packed is None or request.adapter.digest in self._retired:
+            raise ModelNotFound(request.adapter.name)
+        return packed.num_pages
+
+    def add_request(self, request: Request, now: float) -> None:
+        """Queue a request. Raises what `check` raises; then nothing is queued."""
+        self.check(request)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is already running.", "request_id")
+        added = self.scheduler.add(request, self._pages_of(request), self.tokenizer.eos_token_ids, now)
+        state = self._outputs.start(request, (seq.seq_id for seq in added))
+        self._requests[request.request_id] = state
+        first_seed = request.params.seed
+        for index, seq in enumerate(added):
+            self._owner[seq.seq_id] = state
+            self._seeds[seq.seq_id] = self._random.getrandbits(63) if first_seed is None else first_seed + index
+
+    def abort(self, request_id: RequestId) -> None:
+        """Cancel a request between steps. Unknown ids are ignored: it may just have ended."""
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            self._drop(state, FinishReason.ABORT)
+
+    def _drop(self, state: RequestState, reason: FinishReason) -> None:
+        for seq_id in state.sequences:
+            self.scheduler.finish(seq_id, reason)
+            self._owner.pop(seq_id, None)
+            self._seeds.pop(seq_id, None)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.sequences)
+
+    # ------------------------------------------------------------------ one step
+    def step(self, now: float) -> list[StepResult]:
+        """Run one step. Outputs of every request that gained a token, and failures."""
+        plan = self.scheduler.schedule(now)
+        if plan is None:
+            self._idle()
+            return []
+        load_s = self._load(plan)
+        self._identify(plan, load_s)
+        batch = self._builder.build(plan, self.scheduler.sequences, self._packed)
+        logits = self._decoder.forward(batch)
+        drawing = [self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks if chunk.samples]
+        self._observe(drawing, logits)
+        sampled = sample(logits, [self._sampling_row(seq) for seq in drawing])
+        results = self._commit(plan, {seq.seq_id: one for seq, one in zip(drawing, sampled, strict=True)})
+        self._count(plan, load_s)
+        self._sweep_retired()
+        self._snapshot()
+        return results
+
+    def _idle(self) -> None:
+        assert not self.scheduler.running, "running sequences but no plan"
+        self._sweep_retired()
+        self._snapshot()
+
+    def _load(self, plan: StepPlan) -> float:
+        """Fill the pages of adapters that came in with this step; seconds it took."""
+        started = time.perf_counter()
+        for load in plan.loads:
+            self._buffer.fill(load.pages, self._packed[load.digest].image)
+        return time.perf_counter() - started if plan.loads else 0.0
+
+    def _identify(self, plan: StepPlan, load_s: float) -> None:
+        """Note on each request which weights its first step ran with."""
+        cold = {load.digest for load in plan.loads}
+        for chunk in plan.chunks:
+            state = self._owner[chunk.seq_id]
+            ref = state.request.adapter
+            assert chunk.adapter == (ref.digest if ref else None), "a sequence was planned with another adapter"
+            if state.served_by is None:
+                is_cold = chunk.adapter in cold
+                state.served_by = ServedBy(
+                    self.base.name, self.base.fingerprint, ref, is_cold, load_s if is_cold else 0.0
+                )
+
+    def _observe(self, drawing: Iterable[Sequence], logits: Tensor) -> None:
+        if self._on_logits is not None:
+            for row, seq in zip(logits, drawing, strict=True):
+                index = self._owner[seq.seq_id].sequences[seq.seq_id].index
+                self._on_logits(seq.request_id, index, row.clone())
+
+    def _sampling_row(self, seq: Sequence) -> SamplingRow:
+        params = seq.params
+        early = seq.num_output_tokens + 1 < params.min_tokens
+        forbidden = seq.eos_token_ids | frozenset(params.stop_token_ids) if early else frozenset[int]()
+        return SamplingRow(params, seq.token_ids, seq.prompt_len, self._seeds[seq.seq_id], forbidden)
+
+    def _commit(self, plan: StepPlan, sampled: dict[SequenceId, Sampled]) -> list[StepResult]:
+        committed = self.scheduler.commit(plan, {seq_id: one.token_id for seq_id, one in sampled.items()})
+        touched: dict[RequestId, RequestState] = {}
+        failed: list[StepResult] = []
+        for entry in committed:
+            state = self._owner.get(entry.seq_id)
+            if state is None:
+                continue  # its request failed a moment ago
+            if not sampled[entry.seq_id].is_finite:
+                failed.append(self._fail(state))
+                touched.pop(state.request.request_id, None)
+                continue
+            self._take(state, entry, sampled[entry.seq_id])
+            touched[state.request.request_id] = state
+        return [*failed, *(self._flush(state) for state in touched.values())]
+
+    def _take(self, state: RequestState, entry: Committed, sampled: Sampled) -> None:
+        if self._outputs.take(state, entry, sampled):
+            self.scheduler.finish(entry.seq_id, FinishReason.STOP)
+        if state.sequences[entry.seq_id].is_done:
+            self._owner.pop(entry.seq_id)
+            self._seeds.pop(entry.seq_id)
+
+    def _flush(self, state: RequestState) -> RequestOutput:
+        output = self._outputs.flush(state)
+        if output.finished:
+            del self._requests[state.request.request_id]
+        return output
+
+    def _fail(self, state: RequestState) -> RequestFailed:
+        request = state.request
+        self._requests.pop(request.request_id, None)
+        self._drop(state, FinishReason.ABORT)
+        name = request.adapter.label if request.adapter else self.base.name
+        return RequestFailed(request.request_id, NonFiniteOutput(name))
+
+    # ------------------------------------------------------------------ figures
+    def _count(self, plan: StepPlan, load_s: float) -> None:
+        counters = self._counters
+        num_drawn = sum(chunk.samples for chunk in plan.chunks)
+        counters.num_steps += 1
+        counters.num_output_tokens += num_drawn
+        counters.num_prompt_tokens += plan.num_tokens - num_drawn
+        counters.num_adapter_loads += len(plan.loads)
+        counters.adapter_load_s += load_s
+        counters.num_distinct_adapters = len(plan.adapters)
+
+    def _names(self, sequences: Iterable[Sequence]) -> tuple[str, ...]:
+        refs = (self._owner[seq.seq_id].request.adapter for seq in sequences)
+        return tuple(sorted({ref.name for ref in refs if ref is not None}))
+
+    def _snapshot(self) -> None:
+        scheduler, counters = self.scheduler, self._counters
+        self._stats = EngineStats(
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_pages=scheduler.pool.num_pages,
+            num_free_pages=scheduler.pool.num_free,
+            num_adapter_pages=scheduler.residency.num_pages,
+            page_tokens=self._geometry.page_tokens,
+            num_steps=counters.num_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_adapter_loads=counters.num_adapter_loads,
+            adapter_load_s=counters.adapter_load_s,
+            num_adapter_evictions=scheduler.residency.num_evictions,
+            num_distinct_adapters=counters.num_distinct_adapters if scheduler.running else 0,
+            max_loras=scheduler.config.max_loras,
+            running_adapters=self._names(scheduler.running),
+            waiting_adapters=self._names(scheduler.waiting),
+            resident_adapters=scheduler.residency.resident,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges as of the end of the last step."""
+        return self._stats

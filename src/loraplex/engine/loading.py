@@ -1,0 +1,82 @@
+"""Bringing a base up: config, tokenizer, weights, pool sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loraplex.core import BaseDescription, ConfigError
+from loraplex.engine.config import EngineConfig
+from loraplex.engine.tokenizer import Tokenizer
+from loraplex.kernels import choose_ops
+from loraplex.model import Decoder, DecoderConfig, LoadOptions, describe_base, load_decoder, open_checkpoint
+from loraplex.pool import KvShape, PoolGeometry, plan_geometry
+from loraplex.scheduler import SchedulerConfig
+
+Progress = Callable[[int, int], None]
+"""Called with (layers loaded, layers in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBase:
+    """A base ready to serve, with every "auto" setting resolved."""
+
+    description: BaseDescription
+    config: EngineConfig
+    decoder: Decoder
+    tokenizer: Tokenizer
+    geometry: PoolGeometry
+    scheduler_config: SchedulerConfig
+    kernels: str  # which operations run
+    note: str | None  # why not the native ones
+
+
+def _resolve_max_len(config: EngineConfig, model: DecoderConfig, geometry: PoolGeometry) -> int:
+    """As asked (at most the model's context), else the model's context or what the pool holds."""
+    context = model.max_position_embeddings
+    if config.max_model_len is None:
+        return min(context, geometry.num_pages * geometry.page_tokens)
+    if config.max_model_len > context:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the base's context of {context} tokens (--max-model-len)."
+        )
+    return config.max_model_len
+
+
+def _plan_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> PoolGeometry:
+    kv = KvShape(model.num_layers, model.num_kv_heads, model.head_dim)
+    widest = max(model.hidden_size, model.q_size, model.intermediate_size)
+    return plan_geometry(kv, widest, dtype.itemsize, num_pages=config.kv_pages, memory_bytes=config.memory_bytes)
+
+
+def load_base(
+    directory: Path, config: EngineConfig, *, name: str | None = None, progress: Progress | None = None
+) -> LoadedBase:
+    """Load a base from a Hugging Face directory. Raises BaseRefused or ConfigError."""
+    model, checkpoint = open_checkpoint(directory)
+    tokenizer = Tokenizer.load(directory)
+    dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
+    device = torch.device(config.device)
+    torch.set_num_threads(config.threads)
+    geometry = _plan_pool(config, model, dtype)
+    max_len = _resolve_max_len(config, model, geometry)
+    scheduler = SchedulerConfig(
+        max_model_len=max_len,
+        max_step_tokens=config.max_num_batched_tokens,
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_loras=config.max_loras,
+    )
+    choice = choose_ops(device, dtype, config.threads)
+    options = LoadOptions(device, scheduler.max_step_tokens, max_len, dtype)
+    decoder = load_decoder(model, checkpoint, choice.ops, options, progress)
+    return LoadedBase(
+        description=describe_base(name or directory.resolve().name, model, checkpoint),
+        config=config,
+        decoder=decoder,
+        tokenizer=tokenizer,
+        geometry=geometry,
+        scheduler_config=scheduler,
+        kernels=choice.ops.name,
+        note=choice.note,
+    )

@@ -1,0 +1,98 @@
+"""From a validated adapter to page images: done once, at registration, so that a load is one copy a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loraplex.adapters import Adapter, AdapterModule, TensorView
+from loraplex.core import AdapterRefused, BaseSite, PageId, RefusalReason
+from loraplex.pool import AdapterLayout, Piece, PoolGeometry, SiteRank, plan_layout
+
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """An adapter in host memory in the form its pages have."""
+
+    image: Tensor  # [num_pages, page_elems], the pool's dtype
+    chunk_start: NDArray[np.int32]  # [num_sites + 1]
+    chunk_rank: NDArray[np.int32]  # [num_chunks]
+    piece_page: NDArray[np.int64]  # [2, num_chunks]: page of A and of B
+    piece_offset: NDArray[np.int64]  # [2, num_chunks]: element in that page
+    scale: NDArray[np.float32]  # [num_sites]
+
+    @property
+    def num_pages(self) -> int:
+        return self.image.shape[0]
+
+    def chunk_offsets(self, pages: Sequence[PageId], page_elems: int) -> NDArray[np.int64]:
+        """Element offsets of A and B in the pool [2, num_chunks], the adapter lying in `pages`."""
+        offsets: NDArray[np.int64] = np.asarray(pages, dtype=np.int64)[self.piece_page] * page_elems + self.piece_offset
+        return offsets
+
+
+def _tensor(view: TensorView) -> Tensor:
+    return torch.frombuffer(bytearray(view.data), dtype=_TORCH_DTYPES[view.dtype]).reshape(view.shape)
+
+
+def _cast(module: AdapterModule, view: TensorView, dtype: torch.dtype) -> Tensor:
+    """The tensor in the pool's dtype. Raises AdapterRefused if a value does not fit it."""
+    cast = _tensor(view).to(dtype)
+    if not bool(torch.isfinite(cast).all()):
+        raise AdapterRefused(
+            RefusalReason.NONFINITE,
+            f"The tensor {view.name} has values beyond the range of {dtype}, in which {module.site.name} is served "
+            "(--dtype).",
+            view.name,
+        )
+    return cast
+
+
+def pack_adapter(
+    adapter: Adapter, sites: Sequence[BaseSite], geometry: PoolGeometry, dtype: torch.dtype
+) -> PackedAdapter:
+    """Lay out and fill the page images. Raises AdapterRefused (NONFINITE, TOO_LARGE)."""
+    index = {site.name: i for i, site in enumerate(sites)}
+    ranks = [SiteRank(index[m.site.name], m.site.d_in, m.site.d_out, m.rank) for m in adapter.modules]
+    layout = plan_layout(ranks, geometry.page_elems, geometry.chunk_rank)
+    if layout.num_pages >= geometry.num_pages:
+        raise AdapterRefused(
+            RefusalReason.TOO_LARGE,
+            f"The adapter needs {layout.num_pages} pages and must leave room for a request; the pool has "
+            f"{geometry.num_pages} (--kv-pages, --memory).",
+        )
+    image = torch.zeros(layout.num_pages, geometry.page_elems, dtype=dtype)
+    _fill(image, layout, {index[m.site.name]: m for m in adapter.modules}, dtype)
+    scale = np.zeros(len(sites), dtype=np.float32)
+    for module in adapter.modules:
+        scale[index[module.site.name]] = module.scale
+    counts = np.bincount([chunk.site_idx for chunk in layout.chunks], minlength=len(sites))
+    return PackedAdapter(
+        image=image,
+        chunk_start=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        chunk_rank=np.array([chunk.rank for chunk in layout.chunks], dtype=np.int32),
+        piece_page=np.array([[c.a.page_idx for c in layout.chunks], [c.b.page_idx for c in layout.chunks]], np.int64),
+        piece_offset=np.array([[c.a.offset for c in layout.chunks], [c.b.offset for c in layout.chunks]], np.int64),
+        scale=scale,
+    )
+
+
+def _fill(image: Tensor, layout: AdapterLayout, modules: dict[int, AdapterModule], dtype: torch.dtype) -> None:
+    """Copy every chunk's A [rank, d_in] and transposed B [rank, d_out] to its place."""
+    current, a, b = -1, image, image
+    for chunk in layout.chunks:
+        if chunk.site_idx != current:
+            current, module = chunk.site_idx, modules[chunk.site_idx]
+            a, b = _cast(module, module.a, dtype), _cast(module, module.b, dtype).T
+        ranks = slice(chunk.rank_start, chunk.rank_start + chunk.rank)
+        _put(image, chunk.a, a[ranks])
+        _put(image, chunk.b, b[ranks])
+
+
+def _put(image: Tensor, piece: Piece, values: Tensor) -> None:
+    image[piece.page_idx, piece.offset : piece.offset + values.numel()].view(values.shape).copy_(values)

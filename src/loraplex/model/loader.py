@@ -1,0 +1,190 @@
+"""From a checkpoint directory to a decoder on a device."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loraplex.core import BaseDescription, BaseSite
+from loraplex.kernels import AttentionShape, HeadNorms, Linear, LoraSite, Ops
+from loraplex.model.checkpoint import Checkpoint, Progress, base_fingerprint
+from loraplex.model.config import DecoderConfig, read_config
+from loraplex.model.decoder import Decoder, DecoderLayer
+from loraplex.model.rope import build_rope_table
+
+# The adaptable linears of a layer in forward order: module path, fused group.
+SITE_MODULES = (
+    ("self_attn.q_proj", "qkv"),
+    ("self_attn.k_proj", "qkv"),
+    ("self_attn.v_proj", "qkv"),
+    ("self_attn.o_proj", "output"),
+    ("mlp.gate_proj", "gate_up"),
+    ("mlp.up_proj", "gate_up"),
+    ("mlp.down_proj", "down"),
+)
+
+
+def site_sizes(config: DecoderConfig) -> Mapping[str, tuple[int, int]]:
+    """(d_in, d_out) of each adaptable module, by path inside a layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "self_attn.q_proj": (hidden, config.q_size),
+        "self_attn.k_proj": (hidden, config.kv_size),
+        "self_attn.v_proj": (hidden, config.kv_size),
+        "self_attn.o_proj": (config.q_size, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+
+
+def list_sites(config: DecoderConfig) -> tuple[BaseSite, ...]:
+    """Every adaptable linear; its place in this tuple is its index in the LoRA tables."""
+    sizes = site_sizes(config)
+    return tuple(
+        BaseSite(f"model.layers.{layer}.{path}", layer, path.rsplit(".", 1)[1], *sizes[path])
+        for layer in range(config.num_layers)
+        for path, _ in SITE_MODULES
+    )
+
+
+def _has_bias(config: DecoderConfig, path: str) -> bool:
+    if path.startswith("mlp."):
+        return config.mlp_bias
+    return config.output_bias if path.endswith("o_proj") else config.qkv_bias
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor the checkpoint must have."""
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tied_embeddings:
+        expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for path, (d_in, d_out) in site_sizes(config).items():
+            expected[f"{prefix}{path}.weight"] = (d_out, d_in)
+            if _has_bias(config, path):
+                expected[f"{prefix}{path}.bias"] = (d_out,)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            expected[f"{prefix}{norm}.weight"] = (config.hidden_size,)
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            expected[f"{prefix}self_attn.{norm}.weight"] = (config.head_dim,)
+    return expected
+
+
+def _ignorable(config: DecoderConfig) -> tuple[str, ...]:
+    """Tensors some exporters add that carry nothing: derived tables, and the copy of a tied head."""
+    tables = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
+    return (*tables, "lm_head.weight") if config.tied_embeddings else tables
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Where and how a base is loaded. `dtype` None takes the one the config declares."""
+
+    device: torch.device
+    max_rows: int  # most rows of one step
+    max_model_len: int  # positions the rope table covers
+    dtype: torch.dtype | None = None
+
+
+class _LayerLoader:
+    """Reads one layer at a time, so that at most one layer exists twice in memory."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, dtype: torch.dtype, device: torch.device
+    ):
+        self.checkpoint, self.config, self.ops = checkpoint, config, ops
+        self.dtype, self.device = dtype, device
+
+    def tensor(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
+
+    def fused(self, layer: int, group: str) -> Linear:
+        """The linears of a group as one, with the LoRA sites of its parts."""
+        sizes, prefix = site_sizes(self.config), f"model.layers.{layer}."
+        weights, biases, sites, offset = [], [], [], 0
+        for position, (path, owner) in enumerate(SITE_MODULES):
+            if owner != group:
+                continue
+            d_in, d_out = sizes[path]
+            sites.append(LoraSite(layer * len(SITE_MODULES) + position, d_in, d_out, offset))
+            weights.append(self.tensor(f"{prefix}{path}.weight"))
+            if _has_bias(self.config, path):
+                biases.append(self.tensor(f"{prefix}{path}.bias"))
+            offset += d_out
+        bias = torch.cat(biases) if biases else None
+        return self.ops.prepare_linear(torch.cat(weights), bias, tuple(sites))
+
+    def layer(self, layer: int) -> DecoderLayer:
+        config, prefix = self.config, f"model.layers.{layer}."
+        norms = None
+        if config.qk_norm:
+            q_norm, k_norm = (self.tensor(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
+            norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
+        return DecoderLayer(
+            input_norm=self.tensor(f"{prefix}input_layernorm.weight"),
+            qkv=self.fused(layer, "qkv"),
+            output=self.fused(layer, "output"),
+            post_norm=self.tensor(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self.fused(layer, "gate_up"),
+            down=self.fused(layer, "down"),
+            attention=AttentionShape(
+                config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.windows[layer]
+            ),
+            head_norms=norms,
+        )
+
+
+def open_checkpoint(directory: Path) -> tuple[DecoderConfig, Checkpoint]:
+    """Config and checked tensors of a base. Raises BaseRefused."""
+    config = read_config(directory)
+    checkpoint = Checkpoint(directory)
+    checkpoint.check_names(expected_tensors(config), _ignorable(config))
+    return config, checkpoint
+
+
+def describe_base(name: str, config: DecoderConfig, checkpoint: Checkpoint) -> BaseDescription:
+    """Identity and sites of a base; hashes its weights unless a cached fingerprint is still valid."""
+    return BaseDescription(
+        name=name,
+        fingerprint=base_fingerprint(checkpoint, os.cpu_count() or 1),
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        tied_embeddings=config.tied_embeddings,
+        sites=list_sites(config),
+    )
+
+
+@torch.inference_mode()
+def load_decoder(
+    config: DecoderConfig, checkpoint: Checkpoint, ops: Ops, options: LoadOptions, progress: Progress | None = None
+) -> Decoder:
+    """Load the weights. `progress` is called after each layer with (layers done, layers in all)."""
+    dtype = options.dtype or getattr(torch, config.dtype)
+    loader = _LayerLoader(checkpoint, config, ops, dtype, options.device)
+    embedding = loader.tensor("model.embed_tokens.weight").contiguous()
+    head = embedding if config.tied_embeddings else loader.tensor("lm_head.weight")
+    prepared_head = ops.prepare_linear(head, None)
+    layers = []
+    for layer in range(config.num_layers):
+        layers.append(loader.layer(layer))
+        if progress:
+            progress(layer + 1, config.num_layers)
+    return Decoder(
+        config=config,
+        ops=ops,
+        embedding=embedding,
+        layers=tuple(layers),
+        final_norm=loader.tensor("model.norm.weight"),
+        head=prepared_head,
+        rope=build_rope_table(config.rope, config.head_dim, options.max_model_len),
+        max_rows=options.max_rows,
+    )
