@@ -13,7 +13,7 @@ __all__ = ["LLM", "LoRARequest", "SamplingParams"]
 __version__ = "0.1.0"
 
 # OpenMP threads that wait at a barrier sleep at once instead of spinning. Where anything else uses the cores, spinning
-# makes a step far slower: 31 decode steps of SmolLM2-135M on 2 cores beside one busy process took 26 s spinning and 0.4 s
+# makes a step far slower: 31 decode steps of SmolLM2-135M on 2 cores beside one busy process took 26 s spinning, 0.4 s
 # so (2026-11-29). The runtime reads this when torch is first imported; a value set by the user stands.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

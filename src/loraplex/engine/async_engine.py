@@ -39,16 +39,20 @@ _Addressed = tuple[_Stream, RequestOutput | LoraplexError]
 
 
 class AsyncEngine:
-    """An EngineClient. `start` it before use; `stop` ends the thread and fails what still runs."""
+    """An EngineClient. `start` it before use; `stop` ends the thread and fails what still runs.
+
+    `failure` is what ended the thread, if anything did; `on_failure` is then called, from that thread.
+    """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = engine
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[RequestId, _Stream] = {}
         self._thread = threading.Thread(target=self._run, name="loraplex-engine", daemon=True)
         self._stopping = False
-        self._failure: BaseException | None = None
         self._beat_s = clock()
 
     # ------------------------------------------------------------------ EngineClient
@@ -113,11 +117,13 @@ class AsyncEngine:
                 self._beat_s = self._clock()
                 self._dispatch(self.engine.step(self._clock()))
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             _log.exception("the engine stopped")
         finally:
             self._stopping = True
             self._fail_all()
+        if self.failure is not None:
+            self.on_failure()
 
     def _take_commands(self) -> None:
         """Run what was asked since the last step; wait for a command when there is nothing to step."""

@@ -1,8 +1,9 @@
 """A base model's shape, read from its config.json. What differs between families is data in `FAMILIES`."""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from loraplex.core import BaseRefused, RefusalReason
 @dataclass(frozen=True, slots=True)
 class Family:
     """How a family departs from the common decoder. `bias_field` names the config field that turns on q, k, v (and,
-    with `output_bias`, o) biases; `always_qkv_bias` has them without a field."""
+    with `output_bias`, o) biases; `always_qkv_bias` has them without a field. `defaults` is what transformers takes
+    for a field that config.json leaves out."""
 
     architecture: str
     always_qkv_bias: bool = False
@@ -22,14 +24,26 @@ class Family:
     qk_norm: bool = False
     windowed: bool = False  # sliding_window applies to every layer when set
     layered_window: bool = False  # use_sliding_window, from max_window_layers on or by layer_types
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
+
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", bias_field="attention_bias", output_bias=True, mlp_bias_field="mlp_bias"),
-    "mistral": Family("MistralForCausalLM", windowed=True),
-    "qwen2": Family("Qwen2ForCausalLM", always_qkv_bias=True, layered_window=True),
+    "mistral": Family(
+        "MistralForCausalLM",
+        windowed=True,
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", always_qkv_bias=True, layered_window=True, defaults=_QWEN_DEFAULTS),
     "qwen3": Family(
-        "Qwen3ForCausalLM", bias_field="attention_bias", output_bias=True, qk_norm=True, layered_window=True
+        "Qwen3ForCausalLM",
+        bias_field="attention_bias",
+        output_bias=True,
+        qk_norm=True,
+        layered_window=True,
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     ),
 }
 
@@ -79,6 +93,9 @@ def _refuse(field: str, message: str, reason: RefusalReason = RefusalReason.FIEL
     return BaseRefused(reason, f"config.json: {message}", field)
 
 
+_LARGEST = 1e30  # of any number in a config; the largest in use are rotary bases of about 1e9
+
+
 class _Fields:
     """Typed access to config.json; an error names the field."""
 
@@ -93,10 +110,11 @@ class _Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
+        """A finite number of 0 or more: none of those in a config may be negative."""
         value = self.raw.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise _refuse(name, f"{name} must be a number, got {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
+            raise _refuse(name, f"{name} must be a number from 0 to {_LARGEST}, got {value!r:.80}.")
         return float(value)
 
     def flag(self, name: str | None, default: bool = False) -> bool:
@@ -125,7 +143,7 @@ def _find_family(raw: Mapping[str, Any]) -> Family:
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     architectures = raw.get("architectures") or ([family.architecture] if family else [None])
-    if family is None or family.architecture not in architectures:
+    if family is None or not isinstance(architectures, list) or family.architecture not in architectures:
         supported = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
         raise _refuse(
             "model_type",
@@ -156,7 +174,9 @@ def _check_features(raw: Mapping[str, Any]) -> None:
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json object describes. Raises BaseRefused."""
-    family, fields = _find_family(raw), _Fields(raw)
+    family = _find_family(raw)
+    raw = {**family.defaults, **raw}
+    fields = _Fields(raw)
     _check_features(raw)
     num_layers, num_heads = fields.positive_int("num_hidden_layers"), fields.positive_int("num_attention_heads")
     num_kv_heads = fields.positive_int("num_key_value_heads", num_heads)
@@ -204,7 +224,7 @@ def _windows(family: Family, fields: _Fields, num_layers: int) -> tuple[int, ...
         first = int(fields.number("max_window_layers", 28))
         return tuple(window if layer >= first else 0 for layer in range(num_layers))
     known = {"sliding_attention": window, "full_attention": 0}
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+    if not isinstance(types, list) or len(types) != num_layers or not all(str(kind) in known for kind in types):
         raise _refuse("layer_types", f"layer_types must name {' or '.join(known)} for each of {num_layers} layers.")
     return tuple(known[kind] for kind in types)
 
@@ -215,34 +235,49 @@ _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+_ORIGINAL = "original_max_position_embeddings"
+_OPTIONAL_ROPE_FIELDS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def _rope(raw: Mapping[str, Any], fields: _Fields) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before)."""
-    field = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    found = raw.get(field)
-    given = {} if found is None else found
+    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
+
+    Where a config has both, transformers follows `rope_scaling`; and an original length beside them goes before theirs.
+    """
+    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = raw.get(field) or {}
     if not isinstance(given, dict):
         raise _refuse(field, f"{field} must be an object, got {given!r:.200}.")
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         supported = ", ".join(_ROPE_FIELDS)
         reason = RefusalReason.FEATURE_UNSUPPORTED
-        raise _refuse(field, f"{field} of type {kind!r} is not supported; supported are {supported}.", reason)
+        raise _refuse(field, f"{field} of type {kind!r:.80} is not supported; supported are {supported}.", reason)
     values = dict(given)
-    if kind in ("llama3", "yarn") and values.get("original_max_position_embeddings") is None:
-        original = raw.get("original_max_position_embeddings")
-        values["original_max_position_embeddings"] = original or raw.get("max_position_embeddings")
-    for name in _ROPE_FIELDS[kind]:
-        _Fields(values).number(name, float("nan")) if values.get(name) is not None else _missing(field, kind, name)
-    if values.get("partial_rotary_factor") not in (None, 1.0):
-        raise _refuse(field, f"{field}: partial_rotary_factor must be 1.0.", RefusalReason.FEATURE_UNSUPPORTED)
+    if kind in ("llama3", "yarn"):
+        lengths = (raw.get(_ORIGINAL), given.get(_ORIGINAL), fields.positive_int("max_position_embeddings", 2048))
+        values[_ORIGINAL] = next(length for length in lengths if length is not None)
+    _check_rope(field, kind, values)
     theta = _Fields(given).number("rope_theta", fields.number("rope_theta", 10000.0))
+    if theta <= 1.0:
+        raise _refuse("rope_theta", f"rope_theta must be above 1, got {theta}.")
     return RopeConfig(theta, kind, values)
 
 
-def _missing(field: str, kind: str, name: str) -> None:
-    raise _refuse(field, f"{field} of type {kind!r} needs a number {name}.")
+def _check_rope(field: str, kind: str, values: dict[str, Any]) -> None:
+    """Raise BaseRefused unless the numbers of this kind are there and can be computed with."""
+    numbers = _Fields(values)
+    for name in _ROPE_FIELDS[kind]:
+        if values.get(name) is None or numbers.number(name, 0.0) == 0.0:
+            raise _refuse(field, f"{field} of type {kind!r} needs a positive number {name}, got {values.get(name)!r}.")
+    for name in _OPTIONAL_ROPE_FIELDS:
+        numbers.number(name, 0.0)
+    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
+        raise _refuse(field, f"{field}: low_freq_factor must be below high_freq_factor.")
+    is_nested = any(isinstance(value, dict) for value in values.values())
+    if is_nested or values.get("partial_rotary_factor") not in (None, 1.0):
+        message = f"{field}: one setting for all layers and a partial_rotary_factor of 1.0 are supported."
+        raise _refuse(field, message, RefusalReason.FEATURE_UNSUPPORTED)
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

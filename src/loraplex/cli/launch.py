@@ -1,0 +1,95 @@
+"""Putting the rooms together: a base, its adapters, an engine and an HTTP app."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from loraplex.cli.progress import progress_bar
+from loraplex.cli.sizes import format_size
+from loraplex.core import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from loraplex.engine import AsyncEngine, EngineConfig, LoadedBase, ServedModels
+    from loraplex.server import ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """An adapter to load at start: its name and its directory."""
+
+    name: str
+    path: Path
+
+
+def parse_lora_module(text: str) -> LoraModule:
+    """`name=path`, or vLLM's JSON form {"name": ..., "path": ...}. Raises ConfigError."""
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+            return LoraModule(str(fields["name"]), Path(fields["path"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f'--lora-modules {text!r:.200} is not JSON with "name" and "path".') from error
+    name, separator, path = text.partition("=")
+    if not separator or not name or not path:
+        raise ConfigError(f"--lora-modules {text!r:.200} is not name=path.")
+    return LoraModule(name, Path(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A server ready to run."""
+
+    app: "FastAPI"
+    engine: "AsyncEngine"
+    models: "ServedModels"
+    base: "LoadedBase"
+    started_s: float = field(default_factory=time.monotonic)
+
+
+def launch(
+    base_dir: Path,
+    modules: list[LoraModule],
+    engine_config: "EngineConfig",
+    server_config: "ServerConfig",
+    console: Console,
+    name: str | None = None,
+) -> Launched:
+    """Load everything and start the engine's thread. Raises BaseRefused, AdapterRefused or ConfigError."""
+    started_s = time.monotonic()
+    with progress_bar(console, "Loading weights") as progress:
+        progress(0, 1)
+        from loraplex.adapters import AdapterLimits
+        from loraplex.engine import AsyncEngine, Engine, ServedModels, load_base
+        from loraplex.server import create_app
+
+        base = load_base(base_dir, engine_config, name=name, progress=progress)
+    engine = Engine(base)
+    models = ServedModels(engine, AdapterLimits(max_rank=engine_config.max_lora_rank))
+    with progress_bar(console, "Loading adapters") as progress:
+        for done, module in enumerate(modules, start=1):
+            models.load(module.name, module.path, created=time.time())
+            progress(done, len(modules))
+    client = AsyncEngine(engine)
+    app = create_app(client, models.catalog, server_config)
+    client.start()
+    return Launched(app, client, models, base, started_s)
+
+
+def ready_line(launched: Launched, host: str, port: int) -> str:
+    """One line that says what is served, where, and how long it took."""
+    base, geometry = launched.base, launched.base.geometry
+    seconds = time.monotonic() - launched.started_s
+    pool = format_size(geometry.num_pages * geometry.page_bytes)
+    dtype = str(base.decoder.dtype).removeprefix("torch.")
+    address = f"[{host}]" if ":" in host else host
+    return (
+        f"Ready in {seconds:.1f} s: http://{address}:{port}/v1 serves {base.description.name} "
+        f"({base.description.fingerprint[:12]}, {dtype}) with {len(launched.models.catalog.list())} adapters; "
+        f"pool {pool} = {geometry.num_pages} pages of {geometry.page_tokens} tokens; kernels: {base.kernels}"
+    )

@@ -1,0 +1,47 @@
+"""Entry point of the `loraplex` command."""
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+
+from loraplex.cli.demo import demo
+from loraplex.cli.import_gguf import import_gguf
+from loraplex.cli.serve import serve
+from loraplex.core import ClientError
+
+app = typer.Typer(
+    help="Serve one base LLM with many LoRA adapters: the right weights for every request.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(demo)
+app.command(name="import-gguf")(import_gguf)
+
+
+def spread_values(argv: Sequence[str], option: str = "--lora-modules") -> list[str]:
+    """Let an option take several values, as vLLM users write it: `--x a b` becomes `--x a --x b`."""
+    spread: list[str] = []
+    is_open = False
+    for index, word in enumerate(argv):
+        if word.startswith("-"):
+            is_open = word == option
+            spread.append(word)
+        elif is_open and argv[index - 1] != option:
+            spread += [option, word]
+        else:
+            spread.append(word)
+    return spread
+
+
+def main() -> None:
+    """Run a command; a mistake of the caller's is one line on stderr and status 2."""
+    try:
+        app(spread_values(sys.argv[1:]))
+    except ClientError as error:
+        code = getattr(error, "reason_code", error.code)
+        Console(stderr=True).print(f"[bold red]error[/] {code}: {error.message}", highlight=False, soft_wrap=True)
+        raise SystemExit(2) from None

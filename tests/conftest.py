@@ -1,0 +1,42 @@
+"""Tiny bases and adapters that several files of tests use; made once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MakeBase = Callable[..., Path]
+MakeAdapter = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> MakeBase:
+    """`tiny_base(family, **overrides)`: the directory of a tiny model, made at the first call. Do not change it."""
+    from tests import oracle
+
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", **overrides: Any) -> Path:
+        key = repr((family, sorted(overrides.items())))
+        if key not in made:
+            made[key] = oracle.make_base(tmp_path_factory.mktemp(family), family, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> MakeAdapter:
+    """`tiny_adapter(base, **options)`: the directory of a random adapter, made at the first call. Do not change it."""
+    from tests import oracle
+
+    made: dict[str, Path] = {}
+
+    def make(base: Path, **options: Any) -> Path:
+        key = repr((base, sorted(options.items())))
+        if key not in made:
+            made[key] = oracle.make_adapter(tmp_path_factory.mktemp("adapter"), base, **options)
+        return made[key]
+
+    return make
