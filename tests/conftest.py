@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+import loraplex  # noqa: F401  (before anything imports torch: it sets how OpenMP waits)
+
 MakeBase = Callable[..., Path]
 MakeAdapter = Callable[..., Path]
 

@@ -196,7 +196,7 @@ class Harness:
     """A stepped engine that checks the scheduler after every step and keeps every token and logits row."""
 
     def __init__(self, base: Path, before_step: Callable[[Engine], None] | None = None, **settings: Any) -> None:
-        settings = {"dtype": "float32", "memory_bytes": 8 * 2**20, "num_threads": 2} | settings
+        settings = {"dtype": "float32", "memory_bytes": 8 * 2**20, "num_threads": 1} | settings
         self.engine = Engine(load_base(base, EngineConfig(**settings), name="base"), self._observe)
         self.models = ServedModels(self.engine, AdapterLimits())
         self.traces: dict[tuple[str, int], Trace] = {}

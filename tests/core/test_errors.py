@@ -30,7 +30,7 @@ CODES = {
     "ServerError": "server_error",
     "Overloaded": "overloaded",
     "EngineDead": "engine_dead",
-    "KernelUnavailable": "kernel_unavailable",
+    "NonFiniteOutput": "non_finite_output",
 }
 ERRORS = {name: value for name, value in vars(loraplex.core.errors).items() if name in CODES}
 

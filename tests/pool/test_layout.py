@@ -1,6 +1,7 @@
 """Where an adapter lies in its pages."""
 
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ def check_layout(layout: AdapterLayout, sites: list[SiteRank], page_elems: int, 
         page_spans.sort()
         assert page_spans[0][0] >= 0
         assert page_spans[-1][1] <= page_elems
-        for (_, end), (start, _) in zip(page_spans, page_spans[1:], strict=False):
+        for (_, end), (start, _) in pairwise(page_spans):
             assert end <= start, "two pieces overlap"
 
 

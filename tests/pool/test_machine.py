@@ -179,4 +179,4 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 TestPoolLong = pytest.mark.slow(LongPoolMachine.TestCase)
-TestPoolLong.settings = settings(max_examples=2000, stateful_step_count=100, deadline=None)
+TestPoolLong.settings = settings(max_examples=600, stateful_step_count=80, deadline=None)

@@ -64,9 +64,11 @@ class Driver:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.now = 0.0
+        self.has_failed = False
         self.adapter_pages: dict[AdapterDigest, int] = {}
         self.pages: dict[PageId, dict[int, tuple[Any, ...]]] = {}
         self.finished: dict[SequenceId, Committed] = {}
+        self.overtaken_since: dict[SequenceId, float] = {}
         self.plans: list[StepPlan] = []
 
     def add(self, request: Request, adapter_pages: int = 1) -> tuple[Sequence, ...]:
@@ -84,7 +86,8 @@ class Driver:
         """Plan a step and check it."""
         scheduler = self.scheduler
         running, waiting = list(scheduler.running), list(scheduler.waiting)
-        resident = set(scheduler.residency.resident)
+        evictions, resident = scheduler.residency.num_evictions, set(scheduler.residency.resident)
+        self.has_failed = True
         plan = scheduler.schedule(self.now)
         scheduler.check_invariants()
         assert (plan is None) == (not scheduler.sequences), "work waits, but no step was planned"
@@ -93,8 +96,9 @@ class Driver:
             self._check_budgets(plan)
             self._check_segments(plan)
             self._check_choices(plan, running, waiting)
-            self._load(plan, resident)
+            self._load(plan, resident if scheduler.residency.num_evictions == evictions else set())
             self._run(plan)
+        self.has_failed = False
         return plan
 
     def commit(self, plan: StepPlan) -> tuple[Committed, ...]:
@@ -164,13 +168,16 @@ class Driver:
     def _check_overtaking(self, admitted: list[Sequence]) -> None:
         config = self.scheduler.config
         active = {seq.adapter for seq in self.scheduler.running} - {None}
+        for seq in admitted:
+            assert seq.blocked_since_s is None
+            self.overtaken_since.pop(seq.seq_id, None)
         for seq in self.scheduler.waiting:
             if any(_age(seq) < _age(other) for other in admitted):
                 assert seq.adapter is not None
                 assert seq.adapter not in active
                 assert len(active) == config.max_loras
-                assert seq.blocked_since_s is not None
-                assert self.now - seq.blocked_since_s < config.adapter_patience_s
+                first = self.overtaken_since.setdefault(seq.seq_id, self.now)
+                assert self.now - first < config.adapter_patience_s
 
     # ------------------------------------------------------------------ the device
     def _load(self, plan: StepPlan, resident: set[AdapterDigest]) -> None:

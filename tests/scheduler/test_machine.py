@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -89,13 +90,18 @@ class World:
         assert scheduler.num_preemptions == sum(plan.num_preempted for plan in self.driver.plans)
 
 
+def valid_request(min_tokens: int, max_tokens: int | None, **fields: Any) -> Request:
+    return make_request(min_tokens=min(min_tokens, max_tokens or min_tokens), max_tokens=max_tokens, **fields)
+
+
 requests = st.builds(
-    make_request,
+    valid_request,
     prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14),
     adapter=st.sampled_from([None, A, B, C, D]),
     max_tokens=st.none() | st.integers(1, 12),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
+    min_tokens=st.sampled_from([0, 0, 1, 3]),
     n=st.sampled_from([1, 1, 1, 2]),
 )
 
@@ -162,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.check_answers()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "world") and not self.world.driver.has_failed:
             self.world.finish()
 
 
@@ -171,10 +177,10 @@ class LongSchedulerMachine(SchedulerMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 TestSchedulerLong = pytest.mark.slow(LongSchedulerMachine.TestCase)
-TestSchedulerLong.settings = settings(max_examples=1500, stateful_step_count=80, deadline=None)
+TestSchedulerLong.settings = settings(max_examples=600, stateful_step_count=60, deadline=None)
 
 
 def random_request(rng: random.Random) -> Request:
@@ -220,7 +226,7 @@ def test_walk_under_pressure_meets_every_event(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", range(100, 104))
 def test_long_walk_under_pressure(seed: int) -> None:
     world = walk(seed, num_steps=20_000)
     world.driver.drain()

@@ -23,6 +23,7 @@ from loraplex.engine.outputs import RequestFailed
 
 HEARTBEAT_S = 10.0
 _IDLE_TICK_S = 1.0
+_STOPPED = "The engine has stopped."
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class AsyncEngine:
         self._streams: dict[RequestId, _Stream] = {}
         self._thread = threading.Thread(target=self._run, name="loraplex-engine", daemon=True)
         self._stopping = False
+        self._closed = False  # no command is taken any more
+        self._submit_lock = threading.Lock()
         self._beat_s = clock()
 
     # ------------------------------------------------------------------ EngineClient
@@ -82,11 +85,12 @@ class AsyncEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         if not self._thread.is_alive() or self._stopping:
-            raise EngineDead("The engine has stopped.")
+            raise EngineDead(_STOPPED)
         self.engine.check(request)
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         is_finished = False
-        self._commands.put(lambda: self._add(request, stream))
+        if not self._submit(lambda: self._add(request, stream)):
+            raise EngineDead(_STOPPED)
         try:
             while not is_finished:
                 output = await stream.outputs.get()
@@ -96,7 +100,14 @@ class AsyncEngine:
                 yield output
         finally:
             if not is_finished:
-                self._commands.put(lambda: self._abort(request.request_id))
+                self._submit(lambda: self._abort(request.request_id, stream))
+
+    def _submit(self, command: Callable[[], None]) -> bool:
+        """Hand a command to the engine's thread. False, and it will never run, once that takes no more."""
+        with self._submit_lock:
+            if not self._closed:
+                self._commands.put(command)
+            return not self._closed
 
     # ------------------------------------------------------------------ life cycle
     def start(self) -> None:
@@ -137,15 +148,21 @@ class AsyncEngine:
 
     def _add(self, request: Request, stream: _Stream) -> None:
         try:
+            if self._closed:
+                raise EngineDead(_STOPPED)
             self.engine.add_request(request, self._clock())
         except LoraplexError as error:
             _call_soon(stream.loop, [(stream, error)])
-            return
-        self._streams[request.request_id] = stream
+        except BaseException:
+            _call_soon(stream.loop, [(stream, EngineDead(_STOPPED))])
+            raise
+        else:
+            self._streams[request.request_id] = stream
 
-    def _abort(self, request_id: RequestId) -> None:
-        self.engine.abort(request_id)
-        self._streams.pop(request_id, None)
+    def _abort(self, request_id: RequestId, stream: _Stream) -> None:
+        if self._streams.get(request_id) is stream and not self._closed:
+            del self._streams[request_id]
+            self.engine.abort(request_id)
 
     def _dispatch(self, results: list[StepResult]) -> None:
         """Hand a step's outputs over, with one wake-up for each event loop."""
@@ -161,6 +178,8 @@ class AsyncEngine:
             _call_soon(loop, outputs)
 
     def _fail_all(self) -> None:
+        with self._submit_lock:
+            self._closed = True
         while not self._commands.empty():
             self._commands.get_nowait()()
         for stream in self._streams.values():

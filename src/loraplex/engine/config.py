@@ -8,6 +8,10 @@ from loraplex.core import ConfigError
 MIB = 2**20
 GIB = 2**30
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("cpu",)
+_OPTIONAL = ("num_threads", "max_model_len", "max_lora_rank", "kv_pages")
+_COUNTS = ("max_num_batched_tokens", "max_num_seqs", "max_loras", "max_waiting", "memory_bytes")
+_FLAGS = {"memory_bytes": "--memory"}  # the others are named as the field
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not supported; choose one of {', '.join(DTYPES)} (--dtype).")
-        for name in ("num_threads", "max_model_len", "max_lora_rank", "kv_pages"):
+        if self.device not in DEVICES:
+            message = f"device {self.device!r} is not supported; choose one of {', '.join(DEVICES)} (--device)."
+            raise ConfigError(message)
+        for name in _OPTIONAL + _COUNTS:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value} (--{name.replace('_', '-')}).")
-        if self.memory_bytes < 1:
-            raise ConfigError(f"memory_bytes must be positive, got {self.memory_bytes} (--memory).")
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r} ({flag}).")
 
     @property
     def threads(self) -> int:

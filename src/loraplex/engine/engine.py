@@ -1,6 +1,7 @@
 """The step loop: the scheduler and the pool meet the model. Synchronous and single-threaded; `now` is passed in."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Engine:
         self._outputs = OutputProcessor(base.tokenizer)
         self._packed: dict[AdapterDigest, PackedAdapter] = {}
         self._retired: set[AdapterDigest] = set()
+        self._adapters_lock = threading.Lock()  # over changes of the two above
         self._requests: dict[RequestId, RequestState] = {}
         self._owner: dict[SequenceId, RequestState] = {}
         self._seeds: dict[SequenceId, int] = {}
@@ -75,21 +77,25 @@ class Engine:
     # ------------------------------------------------------------------ adapters
     def add_adapter(self, adapter: Adapter) -> None:
         """Pack an adapter and keep it in host memory, ready to be paged in. Raises AdapterRefused."""
-        if adapter.digest not in self._packed:
-            dtype = self._decoder.dtype
-            self._packed[adapter.digest] = pack_adapter(adapter, self.base.sites, self._geometry, dtype)
-        self._retired.discard(adapter.digest)
+        packed = self._packed.get(adapter.digest)
+        if packed is None:
+            packed = pack_adapter(adapter, self.base.sites, self._geometry, self._decoder.dtype)
+        with self._adapters_lock:
+            self._packed.setdefault(adapter.digest, packed)
+            self._retired.discard(adapter.digest)
 
     def retire_adapter(self, digest: AdapterDigest) -> None:
         """No new requests for it; its memory goes once the requests that run have ended."""
-        self._retired.add(digest)
+        with self._adapters_lock:
+            self._retired.add(digest)
 
     def _sweep_retired(self) -> None:
-        for digest in [d for d in self._retired if not self.scheduler.uses_adapter(d)]:
-            if self.scheduler.residency.is_resident(digest):
-                self.scheduler.residency.evict(digest)
-            self._packed.pop(digest, None)
-            self._retired.discard(digest)
+        with self._adapters_lock:
+            for digest in [d for d in self._retired if not self.scheduler.uses_adapter(d)]:
+                if self.scheduler.residency.is_resident(digest):
+                    self.scheduler.residency.evict(digest)
+                self._packed.pop(digest, None)
+                self._retired.discard(digest)
 
     # ------------------------------------------------------------------ requests
     def check(self, request: Request) -> None:
@@ -157,8 +163,8 @@ class Engine:
         drawing = [self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks if chunk.samples]
         self._observe(drawing, logits)
         sampled = sample(logits, [self._sampling_row(seq) for seq in drawing])
-        results = self._commit(plan, {seq.seq_id: one for seq, one in zip(drawing, sampled, strict=True)})
         self._count(plan, load_s)
+        results = self._commit(plan, {seq.seq_id: one for seq, one in zip(drawing, sampled, strict=True)})
         self._sweep_retired()
         self._snapshot()
         return results
@@ -239,10 +245,11 @@ class Engine:
     # ------------------------------------------------------------------ figures
     def _count(self, plan: StepPlan, load_s: float) -> None:
         counters = self._counters
-        num_drawn = sum(chunk.samples for chunk in plan.chunks)
         counters.num_steps += 1
-        counters.num_output_tokens += num_drawn
-        counters.num_prompt_tokens += plan.num_tokens - num_drawn
+        for chunk in plan.chunks:
+            counters.num_output_tokens += chunk.samples
+            prompt_left = self.scheduler.sequences[chunk.seq_id].prompt_len - chunk.start
+            counters.num_prompt_tokens += max(0, min(chunk.num_tokens, prompt_left))
         counters.num_adapter_loads += len(plan.loads)
         counters.adapter_load_s += load_s
         counters.num_distinct_adapters = len(plan.adapters)

@@ -2,7 +2,9 @@
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from loraplex.core import (
     ChatMessage,
     ConfigError,
     FinishReason,
+    Overloaded,
     Request,
     RequestId,
     RequestOutput,
@@ -61,6 +64,14 @@ class GenerationOutput:
     served_by: ServedBy
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a LoRARequest loaded, and from where."""
+
+    path: str
+    ref: AdapterRef
+
+
 def _spread(name: str, value: Any, count: int) -> list[Any]:
     """One value for each prompt: a list must have one each, anything else stands for all."""
     if not isinstance(value, (list, tuple)):
@@ -86,19 +97,17 @@ class LLM:
         loaded = load_base(Path(model), config, name=served_model_name, progress=progress)
         self.engine = Engine(loaded, on_logits)
         self.models = ServedModels(self.engine, AdapterLimits(max_rank=config.max_lora_rank))
-        self._paths: dict[str, str] = {}
+        self._loaded: dict[str, _Loaded] = {}
         self._ids = itertools.count()
 
     def load_lora(self, request: LoRARequest) -> AdapterRef:
         """Load the adapter unless it is loaded. Raises AdapterRefused, also for a name that stands for another path."""
-        known = self._paths.get(request.lora_name)
-        if known is not None and known == request.lora_path:
-            ref = self.models.catalog.resolve(request.lora_name)
-            assert ref is not None
-            return ref
-        ref = self.models.load(request.lora_name, Path(request.lora_path), created=time.time())
-        self._paths[request.lora_name] = request.lora_path
-        return ref
+        known = self._loaded.get(request.lora_name)
+        current = {entry.ref for entry in self.models.catalog.list()}
+        if known is None or known.path != request.lora_path or known.ref not in current:
+            ref = self.models.load(request.lora_name, Path(request.lora_path), created=time.time())
+            known = self._loaded[request.lora_name] = _Loaded(request.lora_path, ref)
+        return known.ref
 
     def generate(
         self,
@@ -112,7 +121,9 @@ class LLM:
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         items: list[Any] = [prompts] if single else list(prompts)
-        params = _spread("sampling_params", sampling_params or SamplingParams(), len(items))
+        params = _spread(
+            "sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(items)
+        )
         adapters = [self.load_lora(r) if r else None for r in _spread("lora_request", lora_request, len(items))]
         requests = [
             self._request(item, one, adapter) for item, one, adapter in zip(items, params, adapters, strict=True)
@@ -144,17 +155,26 @@ class LLM:
         """Step until every request has ended. Raises the first failure, after cancelling the rest."""
         for request in requests:
             self.engine.check(request)
-        for request in requests:
-            self.engine.add_request(request, time.monotonic())
         collected: dict[RequestId, list[RequestOutput]] = {request.request_id: [] for request in requests}
-        while self.engine.has_work:
-            for result in self.engine.step(time.monotonic()):
-                if isinstance(result, RequestFailed):
-                    for request in requests:
-                        self.engine.abort(request.request_id)
-                    raise result.error
-                collected[result.request_id].append(result)
+        unqueued = deque(requests)
+        try:
+            while unqueued or self.engine.has_work:
+                self._queue(unqueued)
+                for result in self.engine.step(time.monotonic()):
+                    if isinstance(result, RequestFailed):
+                        raise result.error
+                    collected[result.request_id].append(result)
+        finally:
+            for request in requests:  # those that ended are unknown and ignored
+                self.engine.abort(request.request_id)
         return collected
+
+    def _queue(self, unqueued: deque[Request]) -> None:
+        """Move requests to the engine's queue while it has room."""
+        with suppress(Overloaded):
+            while unqueued:
+                self.engine.add_request(unqueued[0], time.monotonic())
+                unqueued.popleft()
 
 
 def _collect(request: Request, prompt: str | None, outputs: Sequence[RequestOutput]) -> GenerationOutput:

@@ -4,6 +4,7 @@ A row's bits depend on that row alone: not on how many rows, sequences or adapte
 """
 
 import ctypes
+import weakref
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -55,15 +56,18 @@ class _KvView(Structure):
 def _declare(lib: ctypes.CDLL) -> None:
     p, i, n, f = c_void_p, c_int64, c_int, c_float
     lib.lp_packed_elems.restype = c_int64
+    lib.lp_pool_new.restype = c_void_p
     signatures = {
+        "lp_pool_new": (n,),
+        "lp_pool_free": (p,),
         "lp_packed_elems": (i, i),
-        "lp_pack_weight": (p, i, i, p, n),
-        "lp_gemm": (p, i, p, p, p, i, i, i, i, n, n),
-        "lp_add_lora": (p, i, p, i, POINTER(_LoraTables), POINTER(_LoraSites), n),
-        "lp_attention": (p, i, p, i, POINTER(_KvView), i, p, p, i, i, f, n),
-        "lp_add_rms_norm": (p, p, p, p, i, i, f, n),
-        "lp_rope_and_store": (p, i, POINTER(_KvView), i, p, p, p, p, f, p, p, i, n),
-        "lp_silu_and_mul": (p, p, i, i, n),
+        "lp_pack_weight": (p, p, i, i, p),
+        "lp_gemm": (p, p, i, p, p, p, i, i, i, i, n),
+        "lp_add_lora": (p, p, i, p, i, POINTER(_LoraTables), POINTER(_LoraSites)),
+        "lp_attention": (p, p, i, p, i, POINTER(_KvView), i, p, p, i, i, f),
+        "lp_add_rms_norm": (p, p, p, p, p, i, i, f),
+        "lp_rope_and_store": (p, p, i, POINTER(_KvView), i, p, p, p, p, f, p, p, i),
+        "lp_silu_and_mul": (p, p, p, i, i),
     }
     for name, types in signatures.items():
         getattr(lib, name).argtypes = types
@@ -101,7 +105,8 @@ class NativeCpuOps:
     def __init__(self, num_threads: int) -> None:
         self._lib = load_library()
         _declare(self._lib)
-        self._threads = num_threads
+        self._pool = self._lib.lp_pool_new(num_threads)
+        weakref.finalize(self, self._lib.lp_pool_free, self._pool)
         self._has_amx = bool(self._lib.lp_has_amx())
         self._torch = TorchOps()
         self._sites: dict[tuple[LoraSite, ...], tuple[_LoraSites, list[Tensor]]] = {}
@@ -113,7 +118,7 @@ class NativeCpuOps:
             return self._torch.prepare_linear(weight, bias, sites)
         weight = weight.contiguous()
         packed = torch.empty(self._lib.lp_packed_elems(d_out, d_in), dtype=torch.bfloat16)
-        self._lib.lp_pack_weight(weight.data_ptr(), d_out, d_in, packed.data_ptr(), self._threads)
+        self._lib.lp_pack_weight(self._pool, weight.data_ptr(), d_out, d_in, packed.data_ptr())
         return Linear(packed, bias, d_in, d_out, sites)
 
     def _packs(self, d_in: int) -> bool:
@@ -153,6 +158,7 @@ class NativeCpuOps:
             return
         bias = linear.bias.data_ptr() if linear.bias is not None else None
         status = self._lib.lp_gemm(
+            self._pool,
             x.data_ptr(),
             x.stride(0),
             linear.weight.data_ptr(),
@@ -163,7 +169,6 @@ class NativeCpuOps:
             linear.d_out,
             linear.d_in,
             out.dtype is torch.float32,
-            self._threads,
         )
         assert not status, f"lp_gemm refused shape {tuple(x.shape)} by {linear.d_out}"
 
@@ -180,12 +185,13 @@ class NativeCpuOps:
 
     def add_lora(self, y: Tensor, x: Tensor, sites: tuple[LoraSite, ...], lora: LoraBatch) -> None:
         self._lib.lp_add_lora(
-            y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), lora.native, self._site_table(sites), self._threads
+            self._pool, y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), lora.native, self._site_table(sites)
         )
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
         rows, width = residual.shape
         self._lib.lp_add_rms_norm(
+            self._pool,
             residual.data_ptr(),
             delta.data_ptr() if delta is not None else None,
             weight.data_ptr(),
@@ -193,7 +199,6 @@ class NativeCpuOps:
             rows,
             width,
             eps,
-            self._threads,
         )
 
     def rope_and_store(
@@ -201,6 +206,7 @@ class NativeCpuOps:
     ) -> None:
         bound: _BoundKv = kv.native
         self._lib.lp_rope_and_store(
+            self._pool,
             qkv.data_ptr(),
             qkv.stride(0),
             bound.views[layer],
@@ -213,12 +219,12 @@ class NativeCpuOps:
             bound.row_seq,
             bound.row_pos,
             bound.num_rows,
-            self._threads,
         )
 
     def attention(self, qkv: Tensor, layer: int, shape: AttentionShape, kv: KvBatch, out: Tensor) -> None:
         bound: _BoundKv = kv.native
         self._lib.lp_attention(
+            self._pool,
             qkv.data_ptr(),
             qkv.stride(0),
             out.data_ptr(),
@@ -230,8 +236,7 @@ class NativeCpuOps:
             bound.num_rows,
             shape.window,
             shape.scale,
-            self._threads,
         )
 
     def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        self._lib.lp_silu_and_mul(gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1], self._threads)
+        self._lib.lp_silu_and_mul(self._pool, gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1])

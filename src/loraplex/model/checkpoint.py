@@ -18,6 +18,7 @@ from loraplex.core import BaseFingerprint, BaseRefused, RefusalReason
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
+SERVED_DTYPES = ("F32", "F16", "BF16")
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FINGERPRINT_CACHE = ".loraplex-fingerprint.json"
 
@@ -26,7 +27,8 @@ def find_shards(directory: Path) -> tuple[Path, ...]:
     """The weight files, in order of name. Raises BaseRefused when there are none, or one is missing."""
     if (directory / INDEX_FILE).is_file():
         try:
-            names = sorted(set(json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()))
+            index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+            names = sorted({os.fspath(name) for name in index["weight_map"].values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise BaseRefused(
                 RefusalReason.WEIGHTS_CORRUPT, f"{INDEX_FILE} is not a valid index.", INDEX_FILE
@@ -81,7 +83,7 @@ class Checkpoint:
         return tensor
 
     def check_names(self, expected: Mapping[str, tuple[int, ...]], ignorable: Iterable[str] = ()) -> None:
-        """Raise BaseRefused unless the tensors are exactly the expected ones, by name and shape."""
+        """Raise BaseRefused unless the tensors are exactly the expected ones, by name and shape, and plain floats."""
         missing, extra = sorted(expected.keys() - self._files), sorted(self._files.keys() - expected - set(ignorable))
         if missing:
             message = f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}."
@@ -93,6 +95,10 @@ class Checkpoint:
             if self.shape(name) != shape:
                 message = f"The tensor {name} has shape {list(self.shape(name))}; the config says {list(shape)}."
                 raise BaseRefused(RefusalReason.SHAPE_MISMATCH, message, name)
+            dtype = self._files[name].get_slice(name).get_dtype()
+            if dtype not in SERVED_DTYPES:
+                message = f"The tensor {name} has dtype {dtype}; only {', '.join(SERVED_DTYPES)} are served."
+                raise BaseRefused(RefusalReason.DTYPE_UNSUPPORTED, message, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """A base model's shape, read from its config.json. What differs between families is data in `FAMILIES`."""
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ class Family:
     qk_norm: bool = False
     windowed: bool = False  # sliding_window applies to every layer when set
     layered_window: bool = False  # use_sliding_window, from max_window_layers on or by layer_types
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] | None = None
 
 
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
@@ -175,7 +174,7 @@ def _check_features(raw: Mapping[str, Any]) -> None:
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json object describes. Raises BaseRefused."""
     family = _find_family(raw)
-    raw = {**family.defaults, **raw}
+    raw = {**(family.defaults or {}), **raw}
     fields = _Fields(raw)
     _check_features(raw)
     num_layers, num_heads = fields.positive_int("num_hidden_layers"), fields.positive_int("num_attention_heads")

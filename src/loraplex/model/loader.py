@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from loraplex.core import BaseDescription, BaseSite
+from loraplex.core import BaseDescription, BaseRefused, BaseSite, RefusalReason
 from loraplex.kernels import AttentionShape, HeadNorms, Linear, LoraSite, Ops
 from loraplex.model.checkpoint import Checkpoint, Progress, base_fingerprint
 from loraplex.model.config import DecoderConfig, read_config
@@ -147,7 +147,17 @@ def open_checkpoint(directory: Path) -> tuple[DecoderConfig, Checkpoint]:
     config = read_config(directory)
     checkpoint = Checkpoint(directory)
     checkpoint.check_names(expected_tensors(config), _ignorable(config))
+    _check_tied_head(config, checkpoint)
     return config, checkpoint
+
+
+def _check_tied_head(config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a head of its own under a config that ties it: transformers would use it, the config says not to."""
+    if not config.tied_embeddings or "lm_head.weight" not in checkpoint.names:
+        return
+    if not torch.equal(checkpoint.tensor("lm_head.weight"), checkpoint.tensor("model.embed_tokens.weight")):
+        message = "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight."
+        raise BaseRefused(RefusalReason.FIELD_INVALID, message, "lm_head.weight")
 
 
 def describe_base(name: str, config: DecoderConfig, checkpoint: Checkpoint) -> BaseDescription:

@@ -106,24 +106,29 @@ def _allowed(scaled: Tensor, params: SamplingParams) -> Tensor | None:
     for count in (min(_CANDIDATES, vocab), vocab):
         values, ids = scaled.topk(count)
         probabilities = (values.double() - total).exp()
-        kept = _count_kept(probabilities, top_k, params)
+        kept = _count_kept(probabilities, vocab, top_k, params)
         if kept is not None and (kept < count or count == vocab):
             return ids[:kept]
     return ids
 
 
-def _count_kept(probabilities: Tensor, top_k: int, params: SamplingParams) -> int | None:
+def _count_kept(probabilities: Tensor, vocab: int, top_k: int, params: SamplingParams) -> int | None:
     """How many of the sorted probabilities stay; None if these are too few to tell.
 
     top-k keeps the k likeliest, min-p those of at least min_p times the likeliest, top-p the fewest of what is left
     whose renormalised sum reaches top_p. At least one stays.
     """
-    kept = min(top_k, probabilities.shape[0])
+    count = probabilities.shape[0]
+    kept = min(top_k, count)
     if params.min_p > 0.0:
         kept = min(kept, int((probabilities >= params.min_p * probabilities[0]).sum()))
     if params.top_p < 1.0:
-        bounded = kept < probabilities.shape[0] or top_k <= probabilities.shape[0]
-        mass = probabilities[:kept].sum() if bounded else probabilities.new_tensor(1.0)
+        if kept < count or top_k <= count:  # the other filters keep none beyond these
+            mass = probabilities[:kept].sum()
+        elif top_k == vocab and params.min_p <= 0.0:
+            mass = probabilities.new_tensor(1.0)
+        else:
+            return None
         reached = probabilities[:kept].cumsum(-1) >= params.top_p * mass - 1e-12
         if not bool(reached.any()):
             return None

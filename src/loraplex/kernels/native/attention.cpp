@@ -31,6 +31,12 @@ inline __m512 sum_each(const __m512* a) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(s0, s1, 0x88), _mm512_shuffle_f32x4(s0, s1, 0xdd));
 }
 
+// Ask for 16 vectors of one head that lie `stride` elements apart.
+inline void prefetch_16(const bf16* p, i64 stride, i64 head_dim) {
+  for (int t = 0; t < 16; t++)
+    for (i64 d = 0; d < head_dim; d += 32) _mm_prefetch((const char*)(p + t * stride + d), _MM_HINT_T0);
+}
+
 // Products of one query head with 16 keys that lie `stride` elements apart.
 inline __m512 scores_of_16(const bf16* q, const bf16* k, i64 stride, i64 head_dim) {
   __m512 acc[16];
@@ -62,6 +68,12 @@ struct Span {  // positions [first, last] of one sequence
   i64 first, last;
 };
 
+// The key of one head at position t; its value lies value_offset further.
+inline const bf16* kv_vectors(const KvView& kv, const Span& span, i64 t, i64 head) {
+  return kv.pages + span.pages[t / kv.page_tokens] * kv.page_stride +
+         ((t % kv.page_tokens) * kv.kv_heads + head) * kv.head_dim;
+}
+
 // out[g][d..d+64) = sum over positions of p[g][t] v[t][d..d+64), for G query heads.
 template <int G>
 inline void weighted_values(const KvView& kv, const Span& span, i64 head, i64 d, const float* p, i64 ldp,
@@ -75,8 +87,7 @@ inline void weighted_values(const KvView& kv, const Span& span, i64 head, i64 d,
   const i64 stride = kv.kv_heads * kv.head_dim, origin = span.first / 16 * 16;
   for (i64 t = span.first; t <= span.last;) {
     const i64 page_end = (t / kv.page_tokens + 1) * kv.page_tokens, stop = page_end - 1 < span.last ? page_end - 1 : span.last;
-    const bf16* v = kv.pages + span.pages[t / kv.page_tokens] * kv.page_stride + kv.value_offset +
-                    (t % kv.page_tokens) * stride + head * kv.head_dim + d;
+    const bf16* v = kv_vectors(kv, span, t, head) + kv.value_offset + d;
     for (; t <= stop; t++, v += stride)
       for (int c = 0; c < 4; c++) {
         const __m512 vs = load_bf16_masked(v + c * 16, mask[c]);
@@ -96,7 +107,9 @@ inline void attend(const bf16* q, bf16* out, const KvView& kv, const Span& span,
   if ((i64)scratch.size() < groups * ldp + groups) scratch.resize(groups * ldp + groups);
   float *p = scratch.data(), *inverse = p + groups * ldp;
   for (i64 t = origin; t <= span.last; t += 16) {
-    const bf16* k = kv.pages + span.pages[t / kv.page_tokens] * kv.page_stride + (t % kv.page_tokens) * stride + head * kv.head_dim;
+    const bf16* k = kv_vectors(kv, span, t, head);
+    if (t + 16 <= span.last) prefetch_16(kv_vectors(kv, span, t + 16, head), stride, kv.head_dim);
+    prefetch_16(k + kv.value_offset, stride, kv.head_dim);  // the values are wanted next
     __mmask16 live = tail_mask(span.last - t + 1);
     if (t < span.first) live &= (__mmask16)(0xffff << (span.first - t));
     for (i64 g = 0; g < groups; g++) {
@@ -140,53 +153,52 @@ inline void rotate(const bf16* x, const float* cosine, const float* sine, i64 ha
   }
 }
 
-inline int threads_for(i64 elems, int threads) { return elems < 65536 ? 1 : threads; }
-
 }  // namespace
 
 extern "C" {
 
 // Causal attention of every row over the pages of its sequence, positions max(0, pos - window + 1) .. pos.
 // q [rows][kv_heads * groups][head_dim] at row stride ldq; window 0 is no window.
-void lp_attention(const bf16* q, i64 ldq, bf16* out, i64 ldo, const KvView* kv, i64 q_heads, const int32_t* row_seq,
-                  const int32_t* row_pos, i64 rows, i64 window, float scale, int threads) {
+void lp_attention(void* pool, const bf16* q, i64 ldq, bf16* out, i64 ldo, const KvView* kv, i64 q_heads,
+                  const int32_t* row_seq, const int32_t* row_pos, i64 rows, i64 window, float scale) {
   const i64 groups = q_heads / kv->kv_heads;
-#pragma omp parallel num_threads(threads)
-  {
+  i64 work = 0;
+  for (i64 r = 0; r < rows; r++) work += (row_pos[r] + 1) * q_heads * kv->head_dim;
+  lp::parallel_for((lp::Pool*)pool, rows * kv->kv_heads, 2, work, [&](i64 begin, i64 end) {
     static thread_local std::vector<float> scratch;
-#pragma omp for schedule(dynamic, 4)
-    for (i64 item = 0; item < rows * kv->kv_heads; item++) {
+    for (i64 item = begin; item < end; item++) {
       const i64 row = item / kv->kv_heads, head = item % kv->kv_heads, pos = row_pos[row];
       const Span span = {kv->page_table + row_seq[row] * kv->table_stride, window && pos >= window ? pos - window + 1 : 0, pos};
       const i64 first = head * groups * kv->head_dim;
       attend(q + row * ldq + first, out + row * ldo + first, *kv, span, head, groups, scale, scratch);
     }
-  }
+  });
 }
 
 // ------------------------------------------------------------------------------------------------ fused glue
 // residual += delta (unless delta is null); out = residual / rms(residual) * weight.
-void lp_add_rms_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* out, i64 rows, i64 n, float eps,
-                     int threads) {
-#pragma omp parallel for num_threads(threads_for(rows * n, threads)) schedule(static)
-  for (i64 r = 0; r < rows; r++) {
+void lp_add_rms_norm(void* pool, bf16* residual, const bf16* delta, const bf16* weight, bf16* out, i64 rows, i64 n,
+                     float eps) {
+  const auto row = [&](i64 r) {
     bf16* x = residual + r * n;
     for (i64 i = 0; delta && i < n; i += 16) {
       const __mmask16 m = tail_mask(n - i);
       store_bf16_masked(x + i, _mm512_add_ps(load_bf16_masked(x + i, m), load_bf16_masked(delta + r * n + i, m)), m);
     }
     scale_row(x, n, row_rms(x, n, eps), weight, out + r * n);
-  }
+  };
+  lp::parallel_for((lp::Pool*)pool, rows, 8, rows * n, [&](i64 begin, i64 end) {
+    for (i64 r = begin; r < end; r++) row(r);
+  });
 }
 
 // qkv [rows][(q_heads + 2 kv_heads) head_dim]: optional per-head norm of q and k, rotation, q in place, k and v to pages.
 // cosine, sine [positions][head_dim / 2].
-void lp_rope_and_store(bf16* qkv, i64 ldqkv, const KvView* kv, i64 q_heads, const float* cosine, const float* sine,
-                       const bf16* q_norm, const bf16* k_norm, float eps, const int32_t* row_seq, const int32_t* row_pos,
-                       i64 rows, int threads) {
+void lp_rope_and_store(void* pool, bf16* qkv, i64 ldqkv, const KvView* kv, i64 q_heads, const float* cosine,
+                       const float* sine, const bf16* q_norm, const bf16* k_norm, float eps, const int32_t* row_seq,
+                       const int32_t* row_pos, i64 rows) {
   const i64 hd = kv->head_dim, half = hd / 2;
-#pragma omp parallel for num_threads(threads_for(rows * ldqkv, threads)) schedule(static)
-  for (i64 r = 0; r < rows; r++) {
+  const auto store_row = [&](i64 r) {
     const i64 pos = row_pos[r];
     const float *c = cosine + pos * half, *s = sine + pos * half;
     bf16* row = qkv + r * ldqkv;
@@ -199,14 +211,16 @@ void lp_rope_and_store(bf16* qkv, i64 ldqkv, const KvView* kv, i64 q_heads, cons
       rotate(x, c, s, half, h < q_heads ? x : keys + (h - q_heads) * hd);
     }
     memcpy(keys + kv->value_offset, row + (q_heads + kv->kv_heads) * hd, kv->kv_heads * hd * sizeof(bf16));
-  }
+  };
+  lp::parallel_for((lp::Pool*)pool, rows, 8, rows * ldqkv, [&](i64 begin, i64 end) {
+    for (i64 r = begin; r < end; r++) store_row(r);
+  });
 }
 
 // out[r][i] = silu(gate_up[r][i]) * gate_up[r][n + i].
-void lp_silu_and_mul(const bf16* gate_up, bf16* out, i64 rows, i64 n, int threads) {
+void lp_silu_and_mul(void* pool, const bf16* gate_up, bf16* out, i64 rows, i64 n) {
   const __m512 one = _mm512_set1_ps(1.0f);
-#pragma omp parallel for num_threads(threads_for(rows * n, threads)) schedule(static)
-  for (i64 r = 0; r < rows; r++)
+  const auto row = [&](i64 r) {
     for (i64 i = 0; i < n; i += 16) {
       const __mmask16 m = tail_mask(n - i);
       const __m512 g = load_bf16_masked(gate_up + r * 2 * n + i, m), u = load_bf16_masked(gate_up + r * 2 * n + n + i, m);
@@ -215,6 +229,10 @@ void lp_silu_and_mul(const bf16* gate_up, bf16* out, i64 rows, i64 n, int thread
       const __m512 numerator = _mm512_mask_blend_ps(negative, g, _mm512_mul_ps(g, e));
       store_bf16_masked(out + r * n + i, _mm512_mul_ps(_mm512_div_ps(numerator, _mm512_add_ps(one, e)), u), m);
     }
+  };
+  lp::parallel_for((lp::Pool*)pool, rows, 2, 4 * rows * n, [&](i64 begin, i64 end) {
+    for (i64 r = begin; r < end; r++) row(r);
+  });
 }
 
 }  // extern "C"

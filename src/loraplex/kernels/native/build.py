@@ -1,8 +1,7 @@
 """Build the native CPU operations once for this machine and load them.
 
 The library has a plain C interface and no torch headers, so it builds in seconds and serves every torch version. It is
-kept in the user's cache folder under a name that covers sources, flags, compiler and processor. OpenMP symbols are left
-open and resolve against the runtime torch has loaded: one pool of threads for both.
+kept in the user's cache folder under a name that covers sources, flags, compiler and processor.
 """
 
 import ctypes
@@ -22,8 +21,8 @@ class NativeUnavailable(RuntimeError):
 
 
 SOURCES = ("gemm.cpp", "lora.cpp", "attention.cpp")
-HEADERS = ("common.h",)
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-w")
+HEADERS = ("common.h", "threads.h")
+FLAGS = ("-O3", "-march=native", "-pthread", "-fPIC", "-std=c++17", "-w")
 REQUIRED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"})
 
 
@@ -79,8 +78,7 @@ def _compile(compiler: str, folder: Path, target: Path) -> None:
             objects.append(f"{scratch}/{source}.o")
             _run([compiler, *FLAGS, "-c", str(folder / source), "-o", objects[-1]])
         built = Path(scratch) / "built.so"
-        # No -fopenmp here: it would bring in a second OpenMP runtime.
-        _run([compiler, "-shared", *objects, "-o", str(built)])
+        _run([compiler, "-shared", "-pthread", *objects, "-o", str(built)])
         built.replace(target)
 
 
@@ -91,7 +89,7 @@ def _run(command: list[str]) -> None:
 
 
 def load_library() -> ctypes.CDLL:
-    """Build if needed and load. torch must be imported before. Raises NativeUnavailable."""
+    """Build if needed and load. Raises NativeUnavailable."""
     path = build_library()
     try:
         return ctypes.CDLL(str(path))

@@ -1,15 +1,16 @@
-// What the native CPU operations share: bf16 loads and stores, exp, work shares.
+// What the native CPU operations share: bf16 loads and stores, exp.
 #pragma once
 
 #include <immintrin.h>
 #include <math.h>
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <vector>
+
+#include "threads.h"
 
 typedef uint16_t bf16;
 typedef int64_t i64;
@@ -44,12 +45,6 @@ inline __m512 exp_nonpositive(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
   return _mm512_maskz_scalef_ps(live, p, n);
-}
-
-// Contiguous share of `total` units for thread `t` of `n`.
-inline void share(i64 total, int t, int n, i64* begin, i64* end) {
-  *begin = total * t / n;
-  *end = total * (t + 1) / n;
 }
 
 }  // namespace

@@ -1,0 +1,95 @@
+"""Writes docs/cli.md from the commands themselves. tests/test_docs.py checks that the file is current.
+
+Usage: python docs/make_cli_docs.py
+"""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from loraplex.cli.main import app
+
+TARGET = Path(__file__).with_name("cli.md")
+
+_INTRO = """\
+# The `loraplex` command
+
+Made by `python docs/make_cli_docs.py` from the commands' own help; do not edit by hand.
+"""
+
+_NOTES = """\
+
+## Notes
+
+- Write the base directory before `--lora-modules`: the option takes every word up to the next option, so
+  `--lora-modules a=/adapters/a b=/adapters/b` loads two adapters.
+- `--max-loras` and `--max-lora-rank` are limits and reserve nothing. The size of the pool is `--kv-pages`, or else
+  `--memory`. Beside the pool, host memory holds the base's weights and one packed copy of each loaded adapter.
+- `--dtype auto` takes the type that the base's `config.json` declares, and float32 if it declares none.
+- Unless `--max-model-len` says otherwise, the longest sequence is the smaller of the base's context and what the pool
+  holds. A longer `--max-model-len` than the base's context is refused.
+- Sizes are written like `512M`, `1.5GiB` or `1073741824`; units are powers of 1024.
+- A base, an adapter or a setting that cannot be served is one line on standard error, `error CODE: message`, and exit
+  status 2. The codes are in [errors.md](errors.md). A command line that cannot be parsed shows the usage and also ends
+  with 2. If the engine fails while it serves, `serve` ends with status 1. A stop by SIGTERM or SIGINT ends with 0.
+- On SIGTERM `GET /ready` answers 503 at once, `serve` closes its port after 5 s, and running answers have 45 s to end.
+  SIGINT skips the 5 s, and so does `demo`. A second signal ends the process without waiting.
+
+## Environment
+
+| variable | meaning |
+|---|---|
+| `LORAPLEX_API_KEY` | the same as `--api-key`, without showing it in the process list |
+| `DEMO_EXIT` | `1`: `loraplex demo` ends after its table instead of serving on |
+| `OMP_WAIT_POLICY` | `passive` unless you set it or `GOMP_SPINCOUNT` ([ADR 0004](adr/0004-native-cpu-kernels.md)) |
+| `CXX` | the C++ compiler for the CPU kernels; without it `g++`, then `clang++` |
+"""
+
+
+def command_docs() -> str:
+    """The whole file."""
+    group: Any = typer.main.get_command(app)
+    parts = [_INTRO, f"\n{group.help}\n"]
+    parts.extend(_command(name, command) for name, command in group.commands.items())
+    return "".join(parts) + _NOTES
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    options = [param for param in command.params if param.param_type_name == "option"]
+    usage = " ".join(["loraplex", name, *(param.name.upper() for param in arguments), "[OPTIONS]"])
+    lines = ["", f"## `loraplex {name}`", "", f"    {usage}", "", *(command.help or "").splitlines()]
+    if arguments:
+        lines += ["", "| argument | meaning |", "|---|---|"]
+        lines += [f"| `{param.name.upper()}` | {_cell(param.help)} |" for param in arguments]
+    if options:
+        lines += ["", "| option | default | meaning |", "|---|---|---|"]
+        lines += [f"| {_names(param)} | {_default(param)} | {_cell(param.help)}{_bounds(param)} |" for param in options]
+    return "\n".join([*lines, ""])
+
+
+def _names(param: Any) -> str:
+    return ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+
+
+def _default(param: Any) -> str:
+    """Empty for none, and for switches, whose presence is the value."""
+    return "" if param.default is None or param.is_flag else f"`{param.default}`"
+
+
+def _bounds(param: Any) -> str:
+    """What range a number may have; older versions of typer keep it in the parameter's type."""
+    owner = param if hasattr(param, "min") else getattr(param, "type", None)
+    low, high = getattr(owner, "min", None), getattr(owner, "max", None)
+    known = [f"at least {low}" if low is not None else "", f"at most {high}" if high is not None else ""]
+    text = ", ".join(part for part in known if part)
+    return f" ({text})" if text else ""
+
+
+def _cell(text: str | None) -> str:
+    return (text or "").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(command_docs(), encoding="utf-8")

@@ -1,0 +1,118 @@
+"""Bringing a base up, and the settings that cannot work."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..conftest import MakeBase
+from ..oracle import Harness, edit_config, native_note, random_prompt
+
+import torch  # isort: skip
+from loraplex.core import BaseRefused, ConfigError, RefusalReason
+from loraplex.engine import EngineConfig, load_base
+
+
+def load(base: Path, **settings: Any) -> Any:
+    return load_base(base, EngineConfig(**({"num_threads": 1} | settings)))
+
+
+def test_auto_settings_come_from_the_model(tiny_base: MakeBase) -> None:
+    loaded = load(tiny_base("llama"))
+    assert loaded.decoder.dtype is torch.float32
+    assert loaded.scheduler_config.max_model_len == 256
+    assert loaded.description.name == tiny_base("llama").name
+    assert loaded.description.num_layers == 3
+    assert len(loaded.description.sites) == 21
+    assert load(tiny_base("llama"), dtype="float16").decoder.dtype is torch.float16
+
+
+def test_context_is_bounded_by_the_pool(tiny_base: MakeBase) -> None:
+    assert load(tiny_base("llama"), kv_pages=3).scheduler_config.max_model_len == 48
+    assert load(tiny_base("llama"), kv_pages=3, max_model_len=200).scheduler_config.max_model_len == 200
+
+
+def test_length_above_the_context_is_refused(tiny_base: MakeBase) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tiny_base("llama"), max_model_len=257)
+    for part in ("257", "256", "--max-model-len"):
+        assert part in caught.value.message
+
+
+def test_pool_without_a_page_is_refused(tiny_base: MakeBase) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tiny_base("llama"), memory_bytes=1000)
+    assert "--memory" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("dtype", "int8", "--dtype"),
+        ("dtype", None, "--dtype"),
+        ("device", "tpu", "--device"),
+        ("num_threads", 0, "--num-threads"),
+        ("max_model_len", 0, "--max-model-len"),
+        ("max_model_len", "4096", "--max-model-len"),
+        ("max_lora_rank", -1, "--max-lora-rank"),
+        ("kv_pages", 0, "--kv-pages"),
+        ("kv_pages", 1.5, "--kv-pages"),
+        ("memory_bytes", 0, "--memory"),
+        ("max_num_batched_tokens", 0, "--max-num-batched-tokens"),
+        ("max_num_batched_tokens", True, "--max-num-batched-tokens"),
+        ("max_num_seqs", 0, "--max-num-seqs"),
+        ("max_loras", 0, "--max-loras"),
+        ("max_loras", None, "--max-loras"),
+        ("max_waiting", -3, "--max-waiting"),
+    ],
+)
+def test_setting_that_cannot_work_is_refused_with_its_flag(name: str, value: Any, flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{name: value})
+    assert flag in caught.value.message
+    assert repr(value) in caught.value.message
+
+
+def test_budget_below_the_sequences_lowers_the_sequences(tiny_base: MakeBase) -> None:
+    config = load(tiny_base("llama"), max_num_batched_tokens=5, max_num_seqs=64).scheduler_config
+    assert (config.max_step_tokens, config.max_num_seqs) == (5, 5)
+
+
+def test_base_that_is_refused_names_why(tiny_base: MakeBase, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_base("llama"), base)
+    (base / "tokenizer.json").unlink()
+    with pytest.raises(BaseRefused) as caught:
+        load(base)
+    assert caught.value.subject == "tokenizer.json"
+    edit_config(base, lambda raw: raw.update(architectures=["GemmaForCausalLM"], model_type="gemma"))
+    with pytest.raises(BaseRefused) as caught:
+        load(base)
+    assert caught.value.reason is RefusalReason.ARCHITECTURE_UNSUPPORTED
+    with pytest.raises(BaseRefused) as caught:
+        load(tmp_path / "nowhere")
+    assert caught.value.reason is RefusalReason.CONFIG_MISSING
+
+
+def test_progress_counts_layers(tiny_base: MakeBase) -> None:
+    seen: list[tuple[int, int]] = []
+    load_base(tiny_base("llama"), EngineConfig(num_threads=1), progress=lambda *step: seen.append(step))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_operations_that_run_are_named(tiny_base: MakeBase) -> None:
+    plain = load(tiny_base("llama"), dtype="float32")
+    assert (plain.kernels, plain.note is not None) == ("torch", True)
+    if native_note() is None:
+        native = load(tiny_base("llama"), dtype="bfloat16")
+        assert (native.kernels.startswith("native"), native.note) == (True, None)
+
+
+def test_number_of_threads_changes_no_bit(tiny_base: MakeBase) -> None:
+    note = native_note()
+    if note is not None:
+        pytest.skip(note)
+    prompt = random_prompt(40)
+    one, two = (Harness(tiny_base("qwen3"), dtype="bfloat16", num_threads=n).answer(prompt) for n in (1, 2))
+    assert torch.equal(torch.stack(one.logits), torch.stack(two.logits))

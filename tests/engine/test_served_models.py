@@ -1,0 +1,115 @@
+"""Names, versions and what the engine keeps of them."""
+
+from pathlib import Path
+
+import pytest
+
+from ..conftest import MakeAdapter, MakeBase
+from ..oracle import Harness
+
+from loraplex.core import AdapterRefused, ModelNotFound, RefusalReason  # isort: skip
+
+
+@pytest.fixture
+def harness(tiny_base: MakeBase) -> Harness:
+    return Harness(tiny_base("llama"))
+
+
+@pytest.fixture
+def paths(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> list[Path]:
+    return [tiny_adapter(tiny_base("llama"), rank=2, seed=seed) for seed in (1, 2, 3)]
+
+
+def kept(harness: Harness) -> set[str]:
+    """Digests in host memory, after the engine has had a moment to forget."""
+    harness.step()
+    return set(harness.engine._packed)
+
+
+def test_load_registers_and_names(harness: Harness, paths: list[Path]) -> None:
+    ref = harness.load("a", paths[0])
+    assert (ref.name, ref.version) == ("a", 1)
+    assert harness.models.catalog.resolve("a") == ref
+    assert kept(harness) == {ref.digest}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("base", RefusalReason.NAME_CONFLICT),
+        ("", RefusalReason.NAME_INVALID),
+        ("a/b", RefusalReason.NAME_INVALID),
+        ("a@1", RefusalReason.NAME_INVALID),
+    ],
+)
+def test_bad_name_is_refused_before_the_files_are_read(harness: Harness, name: str, reason: RefusalReason) -> None:
+    with pytest.raises(AdapterRefused) as caught:
+        harness.load(name, Path("/does/not/exist"))
+    assert caught.value.reason is reason
+
+
+def test_taken_name_needs_replace(harness: Harness, paths: list[Path]) -> None:
+    first = harness.load("a", paths[0])
+    with pytest.raises(AdapterRefused) as caught:
+        harness.load("a", paths[1])
+    assert caught.value.reason is RefusalReason.NAME_CONFLICT
+    assert kept(harness) == {first.digest}
+    second = harness.models.load("a", paths[1], created=0.0, replace=True)
+    assert (second.version, kept(harness)) == (2, {second.digest})
+
+
+def test_refused_replacement_leaves_what_was_there(harness: Harness, paths: list[Path], tmp_path: Path) -> None:
+    first = harness.load("a", paths[0])
+    with pytest.raises(AdapterRefused):
+        harness.models.load("a", tmp_path, created=0.0, replace=True)
+    assert harness.models.catalog.resolve("a") == first
+    assert harness.answer((1,), adapter=first).tokens
+
+
+def test_two_names_for_the_same_weights_keep_one_copy(harness: Harness, paths: list[Path]) -> None:
+    one, two = harness.load("one", paths[0]), harness.load("two", paths[0])
+    assert one.digest == two.digest
+    harness.models.unload("one")
+    assert kept(harness) == {two.digest}
+    assert harness.answer((1,), adapter=two).tokens
+    harness.models.unload("two")
+    assert kept(harness) == set()
+
+
+def test_replacing_with_the_same_weights_keeps_them(harness: Harness, paths: list[Path]) -> None:
+    first = harness.load("a", paths[0])
+    second = harness.models.load("a", paths[0], created=0.0, replace=True)
+    assert (second.version, second.digest) == (2, first.digest)
+    assert kept(harness) == {first.digest}
+    assert harness.answer((1,), adapter=second).tokens
+
+
+def test_unload_forgets_the_name_at_once(harness: Harness, paths: list[Path]) -> None:
+    ref = harness.load("a", paths[0])
+    assert harness.models.unload("a") == ref
+    with pytest.raises(ModelNotFound):
+        harness.models.catalog.resolve("a")
+    with pytest.raises(AdapterRefused) as caught:
+        harness.models.unload("a")
+    assert caught.value.reason is RefusalReason.NOT_FOUND
+
+
+def test_weights_reloaded_before_they_were_forgotten_stay(harness: Harness, paths: list[Path]) -> None:
+    ref = harness.load("a", paths[0])
+    harness.models.unload("a")
+    again = harness.load("b", paths[0])
+    assert kept(harness) == {ref.digest}
+    assert harness.answer((1,), adapter=again).tokens
+
+
+def test_running_request_keeps_unloaded_weights_until_it_ends(harness: Harness, paths: list[Path]) -> None:
+    expected = harness.answer((1, 2), adapter=harness.load("first", paths[0])).tokens
+    harness.models.unload("first")
+    ref = harness.load("a", paths[0])
+    request_id = harness.add((1, 2), adapter=ref)  # queued, not yet run
+    harness.models.unload("a")
+    assert ref.digest in kept(harness)
+    harness.run()
+    assert harness.trace(request_id).tokens == expected
+    assert kept(harness) == set()
+    assert harness.engine.scheduler.residency.resident == ()

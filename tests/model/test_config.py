@@ -1,0 +1,199 @@
+"""config.json: what every family reads, and what is refused with which words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import loraplex  # isort: skip  # noqa: F401
+import transformers
+from loraplex.core import BaseRefused, RefusalReason
+from loraplex.model import FAMILIES, read_config
+from loraplex.model.config import parse_config
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+}
+
+
+def raw_config(model_type: str = "llama", **overrides: Any) -> dict[str, Any]:
+    return SHAPE | {"model_type": model_type, "num_key_value_heads": 8} | overrides
+
+
+def refusal(raw: dict[str, Any]) -> BaseRefused:
+    with pytest.raises(BaseRefused) as caught:
+        parse_config(raw)
+    return caught.value
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_fields_left_out_mean_what_transformers_takes_them_for(model_type: str) -> None:
+    theirs = transformers.AutoConfig.for_model(model_type, **SHAPE)
+    ours = parse_config({"model_type": model_type} | SHAPE)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.windows == ((theirs.sliding_window or 0) if model_type == "mistral" else 0,) * 3
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_window_without_its_fields_means_what_transformers_takes_it_for(model_type: str) -> None:
+    raw = SHAPE | {"num_hidden_layers": 30, "use_sliding_window": True}
+    theirs = transformers.AutoConfig.for_model(model_type, **raw)
+    expected = [theirs.sliding_window if kind == "sliding_attention" else 0 for kind in theirs.layer_types]
+    assert list(parse_config({"model_type": model_type} | raw).windows) == expected
+
+
+def test_null_fields_mean_the_default() -> None:
+    config = parse_config(raw_config(num_key_value_heads=None, head_dim=None, rope_scaling=None, sliding_window=None))
+    assert (config.num_kv_heads, config.head_dim) == (32, 4)
+    assert parse_config(raw_config("mistral", sliding_window=None)).windows == (0, 0, 0)
+
+
+def test_biases_follow_the_family() -> None:
+    def biases(model_type: str, **overrides: Any) -> tuple[bool, bool, bool]:
+        config = parse_config(raw_config(model_type, **overrides))
+        return config.qkv_bias, config.output_bias, config.mlp_bias
+
+    assert biases("llama", attention_bias=True) == (True, True, False)
+    assert biases("llama", mlp_bias=True) == (False, False, True)
+    assert biases("mistral", attention_bias=True) == (False, False, False)
+    assert biases("qwen2") == (True, False, False)
+    assert biases("qwen3", attention_bias=True) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "gemma3"},
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+        {"model_type": "llama", "architectures": ["MistralForCausalLM"]},
+        {"model_type": "llama", "architectures": "LlamaForCausalLM2"},
+        {"model_type": "llama", "architectures": 5},
+        {"model_type": ["llama"]},
+        {"model_type": None},
+    ],
+    ids=json.dumps,
+)
+def test_unsupported_architecture_lists_the_supported_ones(raw: dict[str, Any]) -> None:
+    error = refusal(raw_config() | raw)
+    assert error.reason is RefusalReason.ARCHITECTURE_UNSUPPORTED
+    for name, family in FAMILIES.items():
+        assert f"{name} ({family.architecture})" in error.message
+
+
+def test_missing_model_type_is_refused() -> None:
+    assert refusal(SHAPE).reason is RefusalReason.ARCHITECTURE_UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+        ("quantization_config", {}),
+        ("hidden_act", "gelu"),
+        ("partial_rotary_factor", 0.5),
+        ("pretraining_tp", 2),
+        ("is_encoder_decoder", True),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "longrope", "factor": 2.0}),
+        ("rope_parameters", {"rope_type": ["yarn"], "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+        ("rope_parameters", {"full_attention": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_feature_that_is_not_built_is_refused_by_name(field: str, value: Any) -> None:
+    error = refusal(raw_config(**{field: value}))
+    assert error.reason is RefusalReason.FEATURE_UNSUPPORTED
+    assert error.subject == field
+    assert field in error.message
+
+
+def test_unknown_rope_type_lists_the_supported_ones() -> None:
+    message = refusal(raw_config(rope_scaling={"rope_type": "spiral"})).message
+    assert all(kind in message for kind in ("spiral", "default", "linear", "llama3", "yarn"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 0),
+        ("vocab_size", None),
+        ("hidden_size", "128"),
+        ("hidden_size", 128.0),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", -1),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 5),
+        ("head_dim", 5),
+        ("intermediate_size", []),
+        ("max_position_embeddings", 0),
+        ("rms_norm_eps", "1e-5"),
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", float("inf")),
+        ("tie_word_embeddings", "yes"),
+        ("attention_bias", 1),
+        ("rope_theta", "1e4"),
+        ("rope_theta", -5.0),
+        ("rope_theta", 0),
+        ("rope_theta", 1.0),
+        ("rope_theta", 10**400),
+        ("rope_scaling", [1]),
+        ("rope_scaling", "linear"),
+        ("rope_scaling", {"type": "linear"}),
+        ("rope_scaling", {"type": "linear", "factor": "2"}),
+        ("rope_scaling", {"type": "linear", "factor": 0}),
+        ("rope_scaling", {"type": "linear", "factor": float("nan")}),
+        ("rope_scaling", {"type": "yarn", "factor": 2.0, "attention_factor": "big"}),
+        ("rope_scaling", {"type": "yarn", "factor": 2.0, "beta_fast": [32]}),
+        ("rope_scaling", {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}),
+        ("rope_scaling", {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}),
+        ("dtype", "int8"),
+        ("dtype", ["float32"]),
+        ("torch_dtype", "float64"),
+    ],
+)
+def test_bad_value_is_refused_and_named(field: str, value: Any) -> None:
+    error = refusal(raw_config(**{field: value}))
+    assert error.reason is RefusalReason.FIELD_INVALID
+    assert "config.json" in error.message
+    assert len(error.message) < 600
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sliding_window", 0),
+        ("sliding_window", "8"),
+        ("use_sliding_window", "true"),
+        ("max_window_layers", float("nan")),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["full_attention", "linear_attention", "full_attention"]),
+        ("layer_types", [["full_attention"]] * 3),
+        ("layer_types", "full_attention"),
+    ],
+)
+def test_bad_window_is_refused(field: str, value: Any) -> None:
+    raw = raw_config("qwen2", use_sliding_window=True, sliding_window=8) | {field: value}
+    assert refusal(raw).reason is RefusalReason.FIELD_INVALID
+
+
+def test_unreadable_config_is_refused(tmp_path: Path) -> None:
+    def reason() -> RefusalReason:
+        with pytest.raises(BaseRefused) as caught:
+            read_config(tmp_path)
+        return caught.value.reason
+
+    assert reason() is RefusalReason.CONFIG_MISSING
+    for content in (b"{", b"[]", b"\xff\xfe", b"3"):
+        (tmp_path / "config.json").write_bytes(content)
+        assert reason() is RefusalReason.CONFIG_INVALID
