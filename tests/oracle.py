@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import loraplex  # noqa: F401  (before torch: it sets how OpenMP waits)
+import peft
+import torch
+import transformers
 
-import peft  # isort: skip
-import torch  # isort: skip
-import transformers  # isort: skip
 from loraplex.adapters import AdapterLimits
 from loraplex.core import AdapterRef, Request, RequestId, RequestOutput, SamplingParams
 from loraplex.engine import Engine, EngineConfig, RequestFailed, ServedModels, load_base
@@ -268,10 +267,12 @@ def poison_free_pages(engine: Engine) -> None:
     engine._buffer.rows[torch.tensor(engine.scheduler.pool._free, dtype=torch.int64)] = float("nan")
 
 
-def assert_equals_reference(trace: Trace, prompt: Sequence[int], reference: Reference, **tolerance: float) -> None:
+def assert_equals_reference(
+    trace: Trace, prompt: Sequence[int], reference: Reference, *, rtol: float = 1e-4, atol: float = 2e-5
+) -> None:
     """The engine's logits at every drawn token equal the reference's on the same tokens."""
     wide = reference.logits([*prompt, *trace.tokens[:-1]])[len(prompt) - 1 :]
-    torch.testing.assert_close(torch.stack(trace.logits), wide, **({"rtol": 1e-4, "atol": 2e-5} | tolerance))
+    torch.testing.assert_close(torch.stack(trace.logits), wide, rtol=rtol, atol=atol)
 
 
 def native_note() -> str | None:

@@ -34,7 +34,15 @@ def test_what_is_no_size_is_refused_with_the_option(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1.02e+03 B"), (1024, "1 KiB"), (3 * 2**29, "1.5 GiB"), (2**40, "1 TiB"), (2**43, "8 TiB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1023, "0.999 KiB"),
+        (1024, "1 KiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2**40, "1 TiB"),
+        (2**43, "8 TiB"),
+    ],
 )
 def test_sizes_are_written(num_bytes: int, text: str) -> None:
     assert format_size(num_bytes) == text

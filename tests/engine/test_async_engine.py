@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from ..conftest import MakeAdapter, MakeBase
-from ..oracle import GREEDY, Harness, random_prompt
-
-from loraplex.adapters import AdapterLimits  # isort: skip
+from loraplex.adapters import AdapterLimits
 from loraplex.core import (
     AdapterRef,
     EngineDead,
@@ -28,11 +25,16 @@ from loraplex.core import (
 )
 from loraplex.engine import AsyncEngine, Engine, EngineConfig, ServedModels, load_base
 
+from ..conftest import MakeAdapter, MakeBase
+from ..oracle import GREEDY, Harness, random_prompt
+
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 _IDS = itertools.count()
 
 
-def ask(prompt: tuple[int, ...] = (1, 2, 3), params: SamplingParams = GREEDY, adapter: AdapterRef | None = None) -> Request:
+def ask(
+    prompt: tuple[int, ...] = (1, 2, 3), params: SamplingParams = GREEDY, adapter: AdapterRef | None = None
+) -> Request:
     return Request(RequestId(f"q{next(_IDS)}"), prompt, params, adapter)
 
 
@@ -376,7 +378,7 @@ def test_hung_step_shows_as_not_alive(tiny_base: MakeBase) -> None:
     now = [0.0]
     engine = AsyncEngine(Engine(load_base(tiny_base("llama"), EngineConfig(num_threads=1))), clock=lambda: now[0])
     release = threading.Event()
-    engine.engine.step = lambda _: release.wait(30) and [] or []  # type: ignore[method-assign, assignment]
+    engine.engine.step = lambda _: (release.wait(30) and []) or []  # type: ignore[method-assign, assignment]
     engine.start()
     engine._commands.put(lambda: None)
     assert engine.is_alive

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from ..conftest import MakeAdapter, MakeBase
-from ..oracle import GREEDY, PROJECTIONS, Harness, native_note, poison_free_pages, random_prompt
-
-import torch  # isort: skip
 from loraplex.core import (
     AdapterRef,
     AdapterRefused,
@@ -24,7 +22,9 @@ from loraplex.core import (
     SamplingParams,
 )
 from loraplex.engine import Engine
-from safetensors.torch import load_file, save_file
+
+from ..conftest import MakeAdapter, MakeBase
+from ..oracle import GREEDY, PROJECTIONS, Harness, native_note, poison_free_pages, random_prompt
 
 RANKS = (1, 2, 3, 4, 5, 8, 12, 16, 16, 17, 24, 32, 33, 48, 64, 64)
 TARGETS = (PROJECTIONS, ("q_proj", "v_proj"), ("down_proj", "up_proj"), ("k_proj", "o_proj", "gate_proj"))
@@ -404,7 +404,9 @@ def test_poisoned_pages_are_never_read(tiny_base: MakeBase, tiny_adapter: MakeAd
         for harness in (clean, poisoned):
             ref = harness.load("a", tiny_adapter(base, rank=17))
             for i in range(6):
-                harness.add(random_prompt(5 * i + 1, seed=i), SamplingParams(max_tokens=20, seed=i), ref if i % 2 else None)
+                harness.add(
+                    random_prompt(5 * i + 1, seed=i), SamplingParams(max_tokens=20, seed=i), ref if i % 2 else None
+                )
             harness.run()
         assert not poisoned.failures
         for key, trace in clean.traces.items():

@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from ..conftest import MakeAdapter, MakeBase
-from ..oracle import Reference, make_base
-
-import loraplex  # isort: skip
+import loraplex
 from loraplex import LLM, LoRARequest, SamplingParams
 from loraplex.core import (
     AdapterRefused,
@@ -19,7 +17,9 @@ from loraplex.core import (
     Overloaded,
     RefusalReason,
 )
-from safetensors.torch import load_file, save_file
+
+from ..conftest import MakeAdapter, MakeBase
+from ..oracle import Reference, make_base
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -199,7 +199,9 @@ def test_interrupted_call_leaves_nothing_behind(tiny_base: MakeBase, monkeypatch
 
 
 # ---------------------------------------------------------------------- chat
-TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t7{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t7{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from loraplex.core import BaseRefused, ConfigError, RefusalReason
+from loraplex.engine import EngineConfig, load_base
 
 from ..conftest import MakeBase
 from ..oracle import Harness, edit_config, native_note, random_prompt
-
-import torch  # isort: skip
-from loraplex.core import BaseRefused, ConfigError, RefusalReason
-from loraplex.engine import EngineConfig, load_base
 
 
 def load(base: Path, **settings: Any) -> Any:
@@ -51,7 +51,7 @@ def test_pool_without_a_page_is_refused(tiny_base: MakeBase) -> None:
     [
         ("dtype", "int8", "--dtype"),
         ("dtype", None, "--dtype"),
-        ("device", "tpu", "--device"),
+        ("device", "tpu", "device"),
         ("num_threads", 0, "--num-threads"),
         ("max_model_len", 0, "--max-model-len"),
         ("max_model_len", "4096", "--max-model-len"),
@@ -74,9 +74,14 @@ def test_setting_that_cannot_work_is_refused_with_its_flag(name: str, value: Any
     assert repr(value) in caught.value.message
 
 
-def test_budget_below_the_sequences_lowers_the_sequences(tiny_base: MakeBase) -> None:
-    config = load(tiny_base("llama"), max_num_batched_tokens=5, max_num_seqs=64).scheduler_config
+def test_default_number_of_sequences_follows_a_small_budget(tiny_base: MakeBase) -> None:
+    config = load(tiny_base("llama"), max_num_batched_tokens=5).scheduler_config
     assert (config.max_step_tokens, config.max_num_seqs) == (5, 5)
+
+
+def test_more_sequences_than_the_budget_has_tokens_are_refused(tiny_base: MakeBase) -> None:
+    with pytest.raises(ConfigError, match="--max-num-seqs"):
+        load(tiny_base("llama"), max_num_batched_tokens=5, max_num_seqs=6)
 
 
 def test_base_that_is_refused_names_why(tiny_base: MakeBase, tmp_path: Path) -> None:

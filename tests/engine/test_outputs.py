@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
+
+from loraplex.core import FinishReason, SamplingParams
 
 from ..conftest import MakeBase
 from ..oracle import Harness, Trace, edit_config, make_base, random_prompt
-
-import torch  # isort: skip
-from loraplex.core import FinishReason, SamplingParams
 
 PROMPT = random_prompt(6, seed=1)
 EOS = 11
@@ -137,9 +137,7 @@ def test_end_token_is_ignored_on_request(ending: Harness, free: Trace) -> None:
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_min_tokens_forbids_end_and_stop_tokens_until_reached(
-    ending: Harness, free: Trace, ignore_eos: bool
-) -> None:
+def test_min_tokens_forbids_end_and_stop_tokens_until_reached(ending: Harness, free: Trace, ignore_eos: bool) -> None:
     end, other = free.tokens[first_use(free, 4)], free.tokens[0]
     params = SamplingParams(
         max_tokens=40, min_tokens=12, temperature=0.0, stop_token_ids=[other], ignore_eos=ignore_eos
@@ -151,7 +149,7 @@ def test_min_tokens_forbids_end_and_stop_tokens_until_reached(
 
 
 def test_min_tokens_holds_under_any_seed(ending: Harness) -> None:
-    forbid = list(range(0, 64))
+    forbid = list(range(64))
     ids = [
         ending.add(PROMPT, SamplingParams(max_tokens=12, min_tokens=6, seed=seed, stop_token_ids=forbid))
         for seed in range(20)
@@ -180,11 +178,13 @@ def test_n_sequences_draw_with_their_own_seeds(harness: Harness) -> None:
     assert len({tuple(harness.trace(together, index).tokens) for index in range(4)}) == 4
     last = harness.outputs[together][-1]
     assert (last.finished, last.num_output_tokens, last.num_prompt_tokens) == (True, 40, 6)
-    assert [output.finished for output in harness.outputs[together][:-1]] == [False] * (len(harness.outputs[together]) - 1)
+    assert [output.finished for output in harness.outputs[together][:-1]] == [False] * (
+        len(harness.outputs[together]) - 1
+    )
 
 
 def test_sequences_of_a_request_end_on_their_own(harness: Harness) -> None:
-    params = SamplingParams(max_tokens=30, n=4, seed=5, stop_token_ids=list(range(0, 20)))
+    params = SamplingParams(max_tokens=30, n=4, seed=5, stop_token_ids=list(range(20)))
     request_id = harness.add(PROMPT, params)
     harness.run()
     reasons = [[d.finish_reason for d in harness.trace(request_id, i).deltas if d.finish_reason] for i in range(4)]
@@ -240,6 +240,8 @@ def test_padded_vocabulary_gives_empty_text(tmp_path: Path) -> None:
 
     base = make_base(tmp_path, "llama")
     write_tokenizer(base, {f"t{i}": i for i in range(100)})
-    trace = Harness(base).answer(PROMPT, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={150: 100.0}, logprobs=1))
+    trace = Harness(base).answer(
+        PROMPT, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={150: 100.0}, logprobs=1)
+    )
     assert trace.tokens == [150] * 3
     assert trace.text.strip() == ""

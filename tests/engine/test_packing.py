@@ -4,16 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from ..conftest import MakeAdapter, MakeBase
-from ..oracle import Harness
-
-import torch  # isort: skip
 from loraplex.adapters import Adapter, AdapterLimits, load_adapter
 from loraplex.core import AdapterRefused, PageId, RefusalReason
 from loraplex.engine import EngineConfig, LoadedBase, load_base
 from loraplex.engine.packing import PackedAdapter, pack_adapter
-from safetensors.torch import load_file, save_file
+
+from ..conftest import MakeAdapter, MakeBase
+from ..oracle import Harness
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,15 @@
 """Names, versions and what the engine keeps of them."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from loraplex.core import AdapterRefused, ModelNotFound, RefusalReason
+
 from ..conftest import MakeAdapter, MakeBase
 from ..oracle import Harness
-
-from loraplex.core import AdapterRefused, ModelNotFound, RefusalReason  # isort: skip
 
 
 @pytest.fixture
@@ -113,3 +115,41 @@ def test_running_request_keeps_unloaded_weights_until_it_ends(harness: Harness, 
     assert harness.trace(request_id).tokens == expected
     assert kept(harness) == set()
     assert harness.engine.scheduler.residency.resident == ()
+
+
+def during_sweep(harness: Harness, monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Forget retired adapters while another thread does something; it may have to wait until that is done."""
+    other = threading.Thread(target=action)
+    uses = harness.engine.scheduler.uses_adapter
+
+    def slow_uses(self: object, digest: str) -> bool:
+        if other.ident is None:
+            other.start()
+        other.join(0.2)
+        return uses(digest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(harness.engine.scheduler), "uses_adapter", slow_uses)
+        harness.step()
+    other.join()
+
+
+def test_unloading_while_the_engine_forgets_another_is_safe(
+    harness: Harness, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (0, 1):
+        harness.load(f"a{number}", paths[number])
+    harness.models.unload("a0")
+    during_sweep(harness, monkeypatch, lambda: harness.models.unload("a1"))
+    assert kept(harness) == set()
+
+
+def test_loading_while_the_engine_forgets_the_same_weights_keeps_them(
+    harness: Harness, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.load("a", paths[0])
+    harness.models.unload("a")
+    during_sweep(harness, monkeypatch, lambda: harness.load("b", paths[0]))
+    ref = harness.models.catalog.resolve("b")
+    assert ref is not None
+    assert harness.answer((1,), adapter=ref).tokens

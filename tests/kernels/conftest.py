@@ -91,7 +91,7 @@ def make_lora_case(
                     cursor += values.size + 3
                 chunk_rank_of.append(part.stop - part.start)
             row.append(len(chunk_a))
-        start.append(row + [len(chunk_a)])
+        start.append([*row, len(chunk_a)])
     pages = torch.full((cursor + 64,), float("nan"), dtype=dtype)
     for offset, values in pieces:
         pages[offset : offset + values.size] = torch.from_numpy(values.copy()).to(dtype)

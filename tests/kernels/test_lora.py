@@ -10,20 +10,28 @@ from loraplex.kernels import Ops
 from .conftest import LoraCase, assert_close, make_lora_case, native_ops
 
 CASES = {
-    "one row an adapter, mixed ranks": dict(
-        ranks=[[4, 4, 4], [8, 8, 8], [16, 16, 16], [33, 33, 33], [1, 1, 1]], slots=[0, 1, 2, 3, 4], rows=[1] * 5
-    ),
-    "base rows first": dict(ranks=[[16, 16, 16]], slots=[-1, 0], rows=[3, 2]),
-    "base rows between": dict(ranks=[[5, 5, 5], [7, 7, 7]], slots=[0, -1, 1], rows=[4, 1, 2]),
-    "missing sites": dict(ranks=[[8, 0, 8], [0, 16, 0], [0, 0, 0]], slots=[0, 1, 2], rows=[2, 2, 2]),
-    "different ranks inside one adapter": dict(ranks=[[3, 64, 17]], slots=[0], rows=[5]),
-    "empty segment": dict(ranks=[[8, 8, 8], [8, 8, 8]], slots=[0, 1, 0], rows=[2, 0, 3]),
-    "long segments": dict(ranks=[[16, 16, 16], [40, 40, 40]], slots=[0, 1], rows=[37, 65]),
-    "rank above 256": dict(ranks=[[257, 4, 0]], slots=[0], rows=[2]),
-    "odd sizes": dict(d_in=33, d_outs=(17, 1, 50), ranks=[[9, 2, 31]], slots=[0], rows=[6]),
-    "wide outputs": dict(d_in=576, d_outs=(1536, 1536), ranks=[[16, 8], [64, 64]], slots=[0, 1], rows=[1, 9]),
-    "small chunks": dict(ranks=[[10, 10, 10]], slots=[0], rows=[3], chunk_rank=3),
-    "slots out of order": dict(ranks=[[4, 4, 4], [6, 6, 6], [8, 8, 8]], slots=[2, 0], rows=[1, 1]),
+    "one row an adapter, mixed ranks": {
+        "ranks": [[4, 4, 4], [8, 8, 8], [16, 16, 16], [33, 33, 33], [1, 1, 1]],
+        "slots": [0, 1, 2, 3, 4],
+        "rows": [1] * 5,
+    },
+    "base rows first": {"ranks": [[16, 16, 16]], "slots": [-1, 0], "rows": [3, 2]},
+    "base rows between": {"ranks": [[5, 5, 5], [7, 7, 7]], "slots": [0, -1, 1], "rows": [4, 1, 2]},
+    "missing sites": {"ranks": [[8, 0, 8], [0, 16, 0], [0, 0, 0]], "slots": [0, 1, 2], "rows": [2, 2, 2]},
+    "different ranks inside one adapter": {"ranks": [[3, 64, 17]], "slots": [0], "rows": [5]},
+    "empty segment": {"ranks": [[8, 8, 8], [8, 8, 8]], "slots": [0, 1, 0], "rows": [2, 0, 3]},
+    "long segments": {"ranks": [[16, 16, 16], [40, 40, 40]], "slots": [0, 1], "rows": [37, 65]},
+    "rank above 256": {"ranks": [[257, 4, 0]], "slots": [0], "rows": [2]},
+    "odd sizes": {"d_in": 33, "d_outs": (17, 1, 50), "ranks": [[9, 2, 31]], "slots": [0], "rows": [6]},
+    "wide outputs": {
+        "d_in": 576,
+        "d_outs": (1536, 1536),
+        "ranks": [[16, 8], [64, 64]],
+        "slots": [0, 1],
+        "rows": [1, 9],
+    },
+    "small chunks": {"ranks": [[10, 10, 10]], "slots": [0], "rows": [3], "chunk_rank": 3},
+    "slots out of order": {"ranks": [[4, 4, 4], [6, 6, 6], [8, 8, 8]], "slots": [2, 0], "rows": [1, 1]},
 }
 
 

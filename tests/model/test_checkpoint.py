@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from ..conftest import MakeBase
-from ..oracle import edit_config
-
-import torch  # isort: skip
 from loraplex.core import BaseRefused, RefusalReason
 from loraplex.model import Checkpoint, base_fingerprint, checkpoint, open_checkpoint
 from loraplex.model.checkpoint import FINGERPRINT_CACHE, INDEX_FILE, SINGLE_FILE, compute_fingerprint
-from safetensors.torch import load_file, save_file
+
+from ..conftest import MakeBase
+from ..oracle import edit_config
 
 Tensors = dict[str, torch.Tensor]
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import loraplex  # isort: skip  # noqa: F401
 import transformers
+
 from loraplex.core import BaseRefused, RefusalReason
 from loraplex.model import FAMILIES, read_config
 from loraplex.model.config import parse_config

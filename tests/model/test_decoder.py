@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+
+from loraplex.core import SamplingParams
 
 from ..conftest import MakeAdapter, MakeBase
 from ..oracle import (
@@ -18,10 +22,6 @@ from ..oracle import (
     make_base,
     random_prompt,
 )
-
-import torch  # isort: skip
-import transformers  # isort: skip
-from loraplex.core import SamplingParams
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -101,9 +101,7 @@ def test_greedy_decoding_equals_generate_of_transformers(family: str, tiny_base:
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 37])
 @pytest.mark.parametrize("variant", ["llama-grouped", "mistral-window", "qwen3-window-by-type"])
-def test_chunked_prefill_equals_transformers(
-    variant: str, budget: int, tiny_base: MakeBase
-) -> None:
+def test_chunked_prefill_equals_transformers(variant: str, budget: int, tiny_base: MakeBase) -> None:
     family, overrides = VARIANTS[variant]
     base = tiny_base(family, **overrides)
     assert_matches(base, Reference(base), max_num_batched_tokens=budget)
@@ -192,20 +190,20 @@ def assert_adapter_matches(base: Path, adapter: Path) -> None:
     for merged in (False, True):
         reference = Reference(base, adapter, merged=merged)
         for request_id, prompt in zip(ids, prompts, strict=True):
-            # Merging rounds W + s B A once more, in float32.
-            assert_equals_reference(harness.trace(request_id), prompt, reference, atol=1e-4 if merged else 2e-5)
+            # Logits reach 7; on the worst of these PEFT's own float32 is 4e-5 off float64, ours 2e-5.
+            assert_equals_reference(harness.trace(request_id), prompt, reference, atol=1e-4)
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_adapter_equals_peft_unmerged_and_merged(
-    adapter: str, tiny_base: MakeBase, tiny_adapter: MakeAdapter
-) -> None:
+def test_adapter_equals_peft_unmerged_and_merged(adapter: str, tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> None:
     base = tiny_base("llama")
     assert_adapter_matches(base, tiny_adapter(base, **ADAPTERS[adapter]))
 
 
 @pytest.mark.parametrize("adapter", ["all-r8", "patterns"])
-@pytest.mark.parametrize("variant", ["mistral-window", "qwen2-window-by-type", "qwen3-wide-heads-bias", "llama-both-biases"])
+@pytest.mark.parametrize(
+    "variant", ["mistral-window", "qwen2-window-by-type", "qwen3-wide-heads-bias", "llama-both-biases"]
+)
 def test_adapter_equals_peft_in_every_family(
     variant: str, adapter: str, tiny_base: MakeBase, tiny_adapter: MakeAdapter
 ) -> None:

@@ -4,10 +4,9 @@ import copy
 from typing import Any
 
 import pytest
-
-import loraplex  # isort: skip  # noqa: F401
 import torch
 import transformers
+
 from loraplex.model.config import parse_config
 from loraplex.model.rope import build_rope_table
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-
-import loraplex  # isort: skip  # noqa: F401
 import torch
+
 from loraplex.core import SamplingParams
 from loraplex.model import Sampled, SamplingRow, sample
 from loraplex.model.sampler import _allowed
@@ -17,7 +16,12 @@ NUM_DRAWS = 2500
 
 
 def row(
-    *, prompt: Sequence[int] = (1,), output: Sequence[int] = (), seed: int = 0, forbidden: Sequence[int] = (), **params: Any
+    *,
+    prompt: Sequence[int] = (1,),
+    output: Sequence[int] = (),
+    seed: int = 0,
+    forbidden: Sequence[int] = (),
+    **params: Any,
 ) -> SamplingRow:
     return SamplingRow(SamplingParams(**params), [*prompt, *output], len(prompt), seed, frozenset(forbidden))
 

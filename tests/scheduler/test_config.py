@@ -12,7 +12,6 @@ KNOBS = {
     "max_step_tokens": "--max-num-batched-tokens",
     "max_num_seqs": "--max-num-seqs",
     "max_loras": "--max-loras",
-    "max_waiting": "--max-waiting",
 }
 
 
@@ -25,7 +24,7 @@ def test_counts_start_at_one(name: str, value: int) -> None:
 
 
 def test_smallest_config_is_accepted() -> None:
-    config = SchedulerConfig(1, max_step_tokens=1, max_num_seqs=1, max_loras=1, max_waiting=1, adapter_patience_s=0)
+    config = SchedulerConfig(1, max_step_tokens=1, max_num_seqs=1, max_loras=1, adapter_patience_s=0)
     assert config.max_step_tokens == 1
 
 

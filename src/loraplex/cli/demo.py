@@ -18,6 +18,7 @@ from rich.table import Table
 
 from loraplex.cli.launch import LoraModule, launch, ready_line
 from loraplex.cli.progress import progress_bar
+from loraplex.cli.say import say
 from loraplex.core import ConfigError
 
 QUESTIONS = ("What is the capital of France?", "How do I boil an egg?")
@@ -109,10 +110,10 @@ def show(console: Console, answers: list[DemoAnswer], ranks: dict[str, str], sec
                 table.add_row(name, ranks.get(one.model, "-"), one.digest[:8], escape(one.text.strip()), rate)
         console.print(table)
     total = sum(one.num_tokens for one in answers)
-    console.print(
+    say(
+        console,
         f"{len(answers)} requests to {1 + len(ranks)} models in one batch: {total} tokens in {seconds:.2f} s, "
         f"{total / seconds:.0f} tokens/s together.",
-        highlight=False,
     )
 
 
@@ -149,14 +150,14 @@ def demo(
     def present(at: str, real_port: int) -> None:
         try:
             url = f"http://{at}:{real_port}"
-            console.print(ready_line(launched, at, real_port), highlight=False, soft_wrap=True)
+            say(console, ready_line(launched, at, real_port))
             answers, seconds = ask_all(url, [DEMO_NAME, *(module.name for module in modules)])
             show(console, answers, ranks, seconds)
             if os.environ.get("DEMO_EXIT") == "1":
                 server.should_exit = True
                 return
-            console.print("\nStill serving (stop with Ctrl-C). Try:", highlight=False)
-            console.print(curl_line(url, modules[0].name), highlight=False, soft_wrap=True, markup=False)
+            say(console, "\nStill serving (stop with Ctrl-C). Try:")
+            say(console, curl_line(url, modules[0].name))
         except BaseException as error:
             failures.append(error)
             server.should_exit = True

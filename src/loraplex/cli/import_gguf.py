@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from loraplex.cli.progress import progress_bar
+from loraplex.cli.say import say
 
 
 def import_gguf(
@@ -19,4 +20,4 @@ def import_gguf(
     console = Console(stderr=True)
     with progress_bar(console, "Converting") as progress:
         convert(gguf, out, progress)
-    console.print(f"Wrote {out}", highlight=False)
+    say(console, f"Wrote {out}")

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from loraplex.cli.demo import demo
 from loraplex.cli.import_gguf import import_gguf
+from loraplex.cli.say import say
 from loraplex.cli.serve import serve
 from loraplex.core import ClientError
 
@@ -43,5 +44,5 @@ def main() -> None:
         app(spread_values(sys.argv[1:]))
     except ClientError as error:
         code = getattr(error, "reason_code", error.code)
-        Console(stderr=True).print(f"[bold red]error[/] {code}: {error.message}", highlight=False, soft_wrap=True)
+        say(Console(stderr=True), f"error {code}: {error.message}")
         raise SystemExit(2) from None

@@ -9,7 +9,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress_bar(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is gone when done; yields a function of (done, in all)."""
+    """A bar that is gone when done, none where nobody watches; yields a function of (done, in all)."""
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(label, total=None)

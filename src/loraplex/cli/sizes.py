@@ -17,9 +17,9 @@ def parse_size(text: str, option: str) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """For example "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
+    """For example "1.5 GiB"; three digits."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while num_bytes >= 999.5 and len(units) > 1:
         num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
+        units.pop(0)
+    return f"{num_bytes:.3g} {units[0]}"

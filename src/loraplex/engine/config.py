@@ -9,8 +9,9 @@ MIB = 2**20
 GIB = 2**30
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("cpu",)
-_OPTIONAL = ("num_threads", "max_model_len", "max_lora_rank", "kv_pages")
-_COUNTS = ("max_num_batched_tokens", "max_num_seqs", "max_loras", "max_waiting", "memory_bytes")
+DEFAULT_NUM_SEQS = 64
+_OPTIONAL = ("num_threads", "max_model_len", "max_num_seqs", "max_lora_rank", "kv_pages")
+_COUNTS = ("max_num_batched_tokens", "max_loras", "max_waiting", "memory_bytes")
 _FLAGS = {"memory_bytes": "--memory"}  # the others are named as the field
 
 
@@ -27,7 +28,7 @@ class EngineConfig:
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_loras: int = 32
     max_lora_rank: int | None = None
     kv_pages: int | None = None
@@ -38,7 +39,7 @@ class EngineConfig:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not supported; choose one of {', '.join(DTYPES)} (--dtype).")
         if self.device not in DEVICES:
-            message = f"device {self.device!r} is not supported; choose one of {', '.join(DEVICES)} (--device)."
+            message = f"device {self.device!r} is not supported; choose one of {', '.join(DEVICES)}."
             raise ConfigError(message)
         for name in _OPTIONAL + _COUNTS:
             value = getattr(self, name)
@@ -47,6 +48,11 @@ class EngineConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r} ({flag}).")
+
+    @property
+    def num_seqs(self) -> int:
+        """Most sequences in a step: as asked, else 64 or what the token budget holds."""
+        return self.max_num_seqs or min(DEFAULT_NUM_SEQS, self.max_num_batched_tokens)
 
     @property
     def threads(self) -> int:

@@ -64,7 +64,7 @@ def load_base(
     scheduler = SchedulerConfig(
         max_model_len=max_len,
         max_step_tokens=config.max_num_batched_tokens,
-        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_num_seqs=config.num_seqs,
         max_loras=config.max_loras,
     )
     choice = choose_ops(device, dtype, config.threads)

@@ -20,11 +20,10 @@ class SchedulerConfig:
     max_step_tokens: int = 512
     max_num_seqs: int = 64
     max_loras: int = 32
-    max_waiting: int = 4096
     adapter_patience_s: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_step_tokens", "max_num_seqs", "max_loras", "max_waiting"):
+        for name in ("max_model_len", "max_step_tokens", "max_num_seqs", "max_loras"):
             value = getattr(self, name)
             if value < 1:
                 knob = _KNOBS.get(name, "--" + name.replace("_", "-"))

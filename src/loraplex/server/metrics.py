@@ -70,15 +70,15 @@ class EngineCollector(Collector):
 
 def _gauges(stats: EngineStats, num_adapters: int) -> Iterator[Metric]:
     for name, text, value in (
-        ("requests_waiting", "Requests in the queue.", stats.num_waiting),
-        ("requests_running", "Requests that are being served.", stats.num_running),
+        ("requests_waiting", "Sequences in the queue.", stats.num_waiting),
+        ("requests_running", "Sequences that are being served.", stats.num_running),
         ("pages", "Pages of the pool.", stats.num_pages),
         ("pages_free", "Free pages of the pool.", stats.num_free_pages),
         ("pages_adapters", "Pages that hold adapters, idle ones included.", stats.num_adapter_pages),
         ("adapters_known", "Adapters that can be called.", num_adapters),
         ("adapters_resident", "Adapters in the pool.", len(stats.resident_adapters)),
         ("adapters_distinct_last_step", "Distinct adapters in the last step.", stats.num_distinct_adapters),
-        ("adapters_max_per_step", "Most distinct adapters a step may have; 0 is no limit.", stats.max_loras),
+        ("adapters_max_per_step", "Most distinct adapters a step may have.", stats.max_loras),
     ):
         yield GaugeMetricFamily(f"loraplex_{name}", text, value=value)
 
@@ -99,8 +99,8 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
 def _vllm(stats: EngineStats) -> Iterator[Metric]:
     """The metrics that inference gateways know from vLLM."""
     used = 1.0 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0
-    yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests in the queue.", value=stats.num_waiting)
-    yield GaugeMetricFamily("vllm:num_requests_running", "Requests that are being served.", value=stats.num_running)
+    yield GaugeMetricFamily("vllm:num_requests_waiting", "Sequences in the queue.", value=stats.num_waiting)
+    yield GaugeMetricFamily("vllm:num_requests_running", "Sequences that are being served.", value=stats.num_running)
     yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the pool in use, 0 to 1.", value=used)
     resident = len(stats.resident_adapters)
     yield GaugeMetricFamily("vllm:num_gpu_loaded_lora_adapters", "Adapters in the pool.", value=resident)

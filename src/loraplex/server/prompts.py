@@ -1,10 +1,23 @@
 """From request fields to tokens and sampling parameters. The one choke point for every generating route."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from loraplex.core import ChatMessage, ContextTooLong, EngineClient, InvalidRequest, SamplingParams, limits
 from loraplex.server.schema import ChatBody, CompletionBody, GenerationBody, Message
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+_LONG_CHARS = 4096  # about a millisecond of tokenising
+
+
+async def off_loop(num_chars: int, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Run `call` here if its text is short, else in a thread, so that a long text does not hold up other requests."""
+    return call(*args, **kwargs) if num_chars < _LONG_CHARS else await asyncio.to_thread(call, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ async def create_completion(service: Service, http: Request) -> Response:
     adapter = _resolve(service, http, body.model)
     params = prompts.completion_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
-    given = prompts.completion_prompts(service.engine, body)
+    given = await prompts.off_loop(_num_chars(body.prompt), prompts.completion_prompts, service.engine, body)
     for prompt in given:
         prompts.check_fits(service.engine, prompt, params, "prompt")
     wording = CompletionFormat(want_logprobs=params.logprobs is not None)
@@ -50,11 +50,19 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
     adapter = _resolve(service, http, body.model)
     params = prompts.chat_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
-    prompt = prompts.chat_prompt(service.engine, body)
+    num_chars = sum(len(part.text) for message in body.messages for part in message.content)
+    prompt = await prompts.off_loop(num_chars, prompts.chat_prompt, service.engine, body)
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     prompts.check_fits(service.engine, prompt, params, "messages", limit_param)
     wording = ChatFormat(want_logprobs=params.logprobs is not None)
     return await answer(service, http, Job((prompt,), params, adapter, wording, body.stream, _include_usage(body)))
+
+
+def _num_chars(prompt: object) -> int:
+    """Characters (or tokens) of a completion's prompts, to tell whether tokenising takes long."""
+    if isinstance(prompt, list):
+        return sum(_num_chars(item) for item in prompt)
+    return len(prompt) if isinstance(prompt, str) else 1
 
 
 def _include_usage(body: GenerationBody) -> bool:
@@ -110,7 +118,7 @@ async def tokenize(service: Service, http: Request) -> Response:
     if body.model is not None:
         _resolve(service, http, body.model)
     if body.prompt is not None and not body.messages:
-        token_ids = engine.encode(body.prompt, body.add_special_tokens)
+        token_ids = await prompts.off_loop(len(body.prompt), engine.encode, body.prompt, body.add_special_tokens)
     elif body.messages and body.prompt is None:
         token_ids = engine.encode_chat(prompts.chat_messages(body.messages), body.add_generation_prompt)
     else:
