@@ -230,7 +230,7 @@ def show(console: Console, results: dict[str, list[float]], figures: dict[str, A
     )
 
 
-def environment(load_before: float) -> dict[str, Any]:
+def environment(load_before: float, rounds: int) -> dict[str, Any]:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -241,7 +241,7 @@ def environment(load_before: float) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip(),
-        "command": "python bench/bench_cpu.py " + " ".join(sys.argv[1:]),
+        "command": f"python bench/bench_cpu.py --rounds {rounds}",
         "cpu": cpu.split(":")[-1].strip(),
         "threads": torch.get_num_threads(),
         "load_before": load_before,
@@ -287,7 +287,8 @@ def main() -> None:
     }
     figures["distinct16_over_base"] = figures["distinct16_tok_s"] / figures["base_tok_s"]
     figures["distinct16_share_of_byte_model"] = figures["distinct16_over_base"] / figures["byte_model_distinct16_ratio"]
-    figures |= {"rounds": results, "kernels": ours.llm.engine._decoder.ops.name, **environment(load_before)}
+    figures |= {"rounds": results, "kernels": ours.llm.engine._decoder.ops.name}
+    figures |= environment(load_before, args.rounds)
     show(console, results, figures)
     line = json.dumps(figures)
     if args.out:

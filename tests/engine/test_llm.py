@@ -245,3 +245,19 @@ def test_settings_reach_the_engine(tiny_base: MakeBase) -> None:
     assert len(rows) == 6
     with pytest.raises(TypeError):
         make_llm(tiny_base("llama"), gpu_memory_utilization_typo=1)
+
+
+def test_prompt_mappings_of_vllm_mean_the_same(tiny_base: MakeBase) -> None:
+    llm = make_llm(tiny_base("llama"))
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    plain = llm.generate(["t5 t6", "t7"], params)
+    mapped = llm.generate([{"prompt": "t5 t6"}, {"prompt_token_ids": list(plain[1].prompt_token_ids)}], params)
+    assert [one.outputs[0].token_ids for one in mapped] == [one.outputs[0].token_ids for one in plain]
+    single = llm.generate({"prompt": "t7"}, params)
+    assert single[0].outputs[0].token_ids == plain[1].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "t1", "multi_modal_data": {}}, {"text": "t1"}, {"prompt": 5}, [1.5]])
+def test_prompts_of_another_form_are_refused(tiny_base: MakeBase, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        make_llm(tiny_base("llama")).generate([prompt])

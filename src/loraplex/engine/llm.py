@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from loraplex.core import (
     ChatMessage,
     ConfigError,
     FinishReason,
+    InvalidRequest,
     Overloaded,
     Request,
     RequestId,
@@ -29,7 +30,8 @@ from loraplex.engine.loading import Progress, load_base
 from loraplex.engine.outputs import RequestFailed
 from loraplex.engine.served_models import ServedModels
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,21 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
+def _plain_prompt(prompt: Any) -> str | Sequence[int]:
+    """The text or token ids of a prompt in any of its forms. Raises InvalidRequest."""
+    if isinstance(prompt, Mapping):
+        known = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
+        if len(known) != 1 or len(prompt) != 1:
+            raise InvalidRequest(
+                f'a prompt mapping must have exactly "prompt" or "prompt_token_ids", got {sorted(map(str, prompt))}.',
+                "prompts",
+            )
+        prompt = prompt[known[0]]
+    if isinstance(prompt, str) or (isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)):
+        return prompt
+    raise InvalidRequest(f"a prompt must be a text or token ids, got {prompt!r:.80}.", "prompts")
+
+
 class LLM:
     """A base model with adapters, in this process. Keyword settings are those of EngineConfig."""
 
@@ -119,8 +136,9 @@ class LLM:
 
         Raises InvalidRequest or AdapterRefused before anything runs.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        items: list[Any] = [prompts] if single else list(prompts)
+        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        given: list[Any] = [prompts] if single else list(prompts)
+        items = [_plain_prompt(prompt) for prompt in given]
         params = _spread(
             "sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(items)
         )
@@ -147,7 +165,7 @@ class LLM:
         ]
         return self.generate(encoded, sampling_params, lora_request)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, adapter: AdapterRef | None) -> Request:
+    def _request(self, prompt: str | Sequence[int], params: SamplingParams, adapter: AdapterRef | None) -> Request:
         tokens = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return Request(RequestId(f"llm-{next(self._ids)}"), tuple(tokens), params, adapter)
 
