@@ -29,6 +29,11 @@ _NOTES = """\
 - `--dtype auto` takes the type that the base's `config.json` declares, and float32 if it declares none.
 - Unless `--max-model-len` says otherwise, the longest sequence is the smaller of the base's context and what the pool
   holds. A longer `--max-model-len` than the base's context is refused.
+- A pool of more bytes than this process may still use (`MemAvailable`, and what its cgroups leave) is refused.
+- The port is taken before anything is loaded, and answers once `Ready` is printed.
+- An adapter whose config names another base is served with a warning ([adapters.md](adapters.md#the-base-it-names)).
+- CPU kernels that cannot be written to the cache folder are compiled at each start, in a temporary directory.
+- `import-gguf` needs the extra `gguf`: `pip install 'loraplex[gguf]'`, or `pip install '.[gguf]'` in a checkout.
 - Sizes are written like `512M`, `1.5GiB` or `1073741824`; units are powers of 1024.
 - A base, an adapter or a setting that cannot be served is one line on standard error, `error CODE: message`, and exit
   status 2. The codes are in [errors.md](errors.md). A command line that cannot be parsed shows the usage and also ends
@@ -42,7 +47,8 @@ _NOTES = """\
 |---|---|
 | `LORAPLEX_API_KEY` | the same as `--api-key`, without showing it in the process list |
 | `DEMO_EXIT` | `1`: `loraplex demo` ends after its table instead of serving on |
-| `OMP_WAIT_POLICY` | `passive` unless you set it or `GOMP_SPINCOUNT` ([ADR 0004](adr/0004-native-cpu-kernels.md)) |
+| `OMP_WAIT_POLICY` | `passive` unless you set it ([ADR 0004](adr/0004-native-cpu-kernels.md)) |
+| `XDG_CACHE_HOME` | what is kept lies there in `loraplex/`: compiled CPU kernels, the demo's base; else `~/.cache` |
 | `CXX` | the C++ compiler for the CPU kernels; without it `g++`, then `clang++` |
 """
 

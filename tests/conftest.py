@@ -1,5 +1,13 @@
 """Tiny bases and adapters that several files of tests use; made once."""
 
+import os
+
+# Triton kernels run in its interpreter where there is no GPU; it reads this when a kernel is defined.
+if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -149,6 +149,7 @@ LIMITED_FIELDS = {
     "MAX_TOKENS": "max_tokens",
     "MAX_PROMPTS": "prompt",
     "MAX_MESSAGES": "messages",
+    "MAX_DETOKENIZED_TOKENS": "tokens",
     "MAX_MODEL_NAME_CHARS": "model",
 }
 

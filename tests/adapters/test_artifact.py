@@ -38,6 +38,10 @@ def test_missing_file_is_refused(tmp_path: Path, name: str, code: str) -> None:
     assert refusal(tmp_path).reason_code == code
 
 
+def test_missing_directory_is_said_not_to_exist(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "gone").message == f"The adapter directory '{tmp_path / 'gone'}' does not exist."
+
+
 @pytest.mark.parametrize("name", ["nowhere", "nul\0byte"])
 def test_missing_directory_is_refused(tmp_path: Path, name: str) -> None:
     assert refusal(tmp_path / name).reason_code == "CONFIG_MISSING"

@@ -70,6 +70,7 @@ def test_taken_name_is_a_conflict_and_the_old_stays() -> None:
     with pytest.raises(AdapterRefused) as caught:
         catalog.add("a", replace(ADAPTER, digest=AdapterDigest("f" * 64)), created=2.0)
     assert caught.value.reason_code == "NAME_CONFLICT"
+    assert caught.value.message == "Adapter name 'a' is taken; choose another name."
     assert catalog.resolve("a") == ref
 
 

@@ -5,8 +5,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from loraplex.cli.demo import curl_line, describe_targets, find_adapters
+from loraplex.cli.demo import curl_line, demo_base, describe_targets, find_adapters
 from loraplex.cli.launch import LoraModule
 from loraplex.core import ConfigError
 
@@ -51,3 +52,12 @@ def test_the_curl_line_is_a_request_for_the_model() -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "pirate"
     assert body["messages"][0]["role"] == "user"
+
+
+def test_cache_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path, progress: object) -> Path:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("loraplex.model.gguf_import.ensure_demo_base", refuse)
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        demo_base(Console(quiet=True))

@@ -1,5 +1,6 @@
 """The command line: several values of one option, and errors as one line."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def run_loraplex(*argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_bad_base_is_one_line_on_stderr_and_status_2(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    done = run_loraplex("serve", str(tmp_path))
+    done = run_loraplex("serve", str(tmp_path), "--port", "0")
     assert done.returncode == 2
     assert done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -60,3 +61,21 @@ def test_a_bad_setting_is_refused_before_anything_is_loaded(tmp_path: Path) -> N
     done = run_loraplex("serve", str(tmp_path / "nowhere"), "--memory", "lots")
     assert done.returncode == 2
     assert done.stderr == "error config_error: --memory 'lots' is not a size; write for example 512M or 2G.\n"
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run_loraplex("serve", str(tmp_path / "nowhere"), "--port", str(port))
+    assert done.returncode == 2
+    line = f"error config_error: Port {port} of 127.0.0.1 is taken; choose another (--port, 0 takes a free one).\n"
+    assert done.stderr == line
+
+
+def test_import_without_the_extra_says_how_to_install_it(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['gguf'] = None; from loraplex.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "import-gguf", str(tmp_path / "model.gguf"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "pip install 'loraplex[gguf]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,6 +1,7 @@
 """Limits, types and forms of sampling parameters."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -211,6 +212,29 @@ def test_given_lists_are_copied() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (0.0, True), (-0.0, True), (1e-9, False), (1, False)])
 def test_only_temperature_zero_is_greedy(temperature: float, greedy: bool) -> None:
     assert params(temperature=temperature).greedy is greedy
+
+
+# ---------------------------------------------------------------------- what is not supported
+@pytest.mark.parametrize(
+    ("name", "neutral", "refused"),
+    [
+        ("best_of", [None, 1], [0, 2, True, "1"]),
+        ("bad_words", [None, [], ()], [["a"], "", "a"]),
+        ("prompt_logprobs", [None], [0, 1, False]),
+        ("detokenize", [True], [False, None, 1]),
+    ],
+)
+def test_unsupported_parameters_of_vllm_may_only_be_neutral(name: str, neutral: list[Any], refused: list[Any]) -> None:
+    for value in neutral:
+        assert params(**{name: value}) == SamplingParams()
+    for value in refused:
+        error = refusal(**{name: value})
+        assert error.message.startswith(f"{name} is not supported (only {neutral[0]!r}")
+        assert error.param == name
+
+
+def test_a_copy_needs_no_unsupported_parameter() -> None:
+    assert replace(params(best_of=1, seed=3), seed=4) == params(seed=4)
 
 
 # ---------------------------------------------------------------------- vocabulary

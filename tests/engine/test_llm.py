@@ -1,8 +1,10 @@
 """Offline use, as vLLM users write it."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -113,6 +115,7 @@ def test_name_for_another_path_is_refused(tiny_base: MakeBase, adapters: list[Pa
     with pytest.raises(AdapterRefused) as caught:
         llm.generate("t1", GREEDY, LoRARequest("a", 1, str(adapters[1])))
     assert caught.value.reason is RefusalReason.NAME_CONFLICT
+    assert "choose another name" in caught.value.message
 
 
 def test_lora_request_never_gets_another_version(tiny_base: MakeBase, adapters: list[Path]) -> None:
@@ -222,6 +225,16 @@ def test_chat_takes_one_conversation_or_a_list(chatty: LLM, adapters: list[Path]
     assert second.served_by.model == "one@1"
 
 
+def test_message_without_content_is_refused(chatty: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="content"):
+        chatty.chat([{"role": "user"}], GREEDY)
+
+
+def test_chat_takes_vllms_order_of_arguments(chatty: LLM) -> None:
+    (answer,) = chatty.chat([{"role": "user", "content": "t5"}], GREEDY, False, None, add_generation_prompt=False)
+    assert answer.prompt_token_ids == (0, 5)
+
+
 def test_chat_without_a_template_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest):
         llm.chat([{"role": "user", "content": "t1"}])
@@ -243,8 +256,10 @@ def test_settings_reach_the_engine(tiny_base: MakeBase) -> None:
     assert llm.engine.scheduler.config.max_loras == 2
     assert llm.generate("t1", GREEDY)[0].served_by.model == "mine"
     assert len(rows) == 6
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match="gpu_memory_utilization_typo"):
         make_llm(tiny_base("llama"), gpu_memory_utilization_typo=1)
+    with pytest.raises(ConfigError, match="served_model_name"):
+        make_llm(tiny_base("llama"), served_model_name=["mine"])
 
 
 def test_prompt_mappings_of_vllm_mean_the_same(tiny_base: MakeBase) -> None:
@@ -257,7 +272,88 @@ def test_prompt_mappings_of_vllm_mean_the_same(tiny_base: MakeBase) -> None:
     assert single[0].outputs[0].token_ids == plain[1].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("prompt", [{}, {"prompt": "t1", "multi_modal_data": {}}, {"text": "t1"}, {"prompt": 5}, [1.5]])
-def test_prompts_of_another_form_are_refused(tiny_base: MakeBase, prompt: Any) -> None:
+def test_prompt_of_another_form_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest):
-        make_llm(tiny_base("llama")).generate([prompt])
+        llm.generate([{"prompt": "t1", "multi_modal_data": {}}])
+
+
+def test_token_ids_of_numpy_mean_the_same(llm: LLM) -> None:
+    plain = llm.generate([[1, 2], [3]], GREEDY)
+    given = llm.generate([np.array([1, 2]), [np.int64(3)]], GREEDY)
+    assert [one.outputs for one in given] == [one.outputs for one in plain]
+    assert all(type(token) is int for token in given[0].prompt_token_ids)
+
+
+# ---------------------------------------------------------------------- as vLLM users write it
+def test_what_vllm_users_write_runs(tiny_base: MakeBase, adapters: list[Path]) -> None:
+    llm = make_llm(
+        tiny_base("llama"),
+        enable_lora=True,
+        tensor_parallel_size=1,
+        enforce_eager=True,
+        gpu_memory_utilization=0.9,
+        trust_remote_code=False,
+        max_cpu_loras=4,
+    )
+    request = LoRARequest("one", 1, lora_local_path=str(adapters[0]))
+    (answer,) = llm.generate("t1", GREEDY, lora_request=request, use_tqdm=False)
+    assert (answer.finished, answer.served_by.model) == (True, "one@1")
+    assert answer.outputs[0].cumulative_logprob is None
+    assert llm.get_tokenizer().encode("t1 t2") == [1, 2]
+
+
+def test_cumulative_logprob_is_the_sum_over_the_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("t1", SamplingParams(temperature=0.0, max_tokens=3, logprobs=0))[0].outputs
+    assert output.logprobs is not None
+    assert output.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in output.logprobs))
+
+
+def test_seed_makes_the_same_calls_give_the_same_answers(tiny_base: MakeBase) -> None:
+    def answers(seed: int | None) -> list[tuple[int, ...]]:
+        llm = make_llm(tiny_base("llama"), seed=seed)
+        return [llm.generate("t1", SamplingParams(max_tokens=12))[0].outputs[0].token_ids for _ in range(2)]
+
+    first, second = answers(3)
+    assert answers(3) == [first, second]
+    assert first != second
+    assert answers(4) != [first, second]
+
+
+def test_adapter_is_refused_without_enable_lora(tiny_base: MakeBase, adapters: list[Path]) -> None:
+    llm = make_llm(tiny_base("llama"), enable_lora=False)
+    with pytest.raises(ConfigError, match="enable_lora"):
+        llm.generate("t1", GREEDY, lora_request=LoRARequest("one", 1, str(adapters[0])))
+    assert llm.models.catalog.list() == ()
+    assert llm.generate("t1", GREEDY)
+
+
+def test_lora_request_without_or_with_two_directories_is_refused(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="lora_path"):
+        LoRARequest("a", 1)
+    with pytest.raises(ConfigError, match="lora_local_path"):
+        LoRARequest("a", 1, "x", lora_local_path="y")
+    assert LoRARequest("a", 1, lora_local_path="x") == LoRARequest("a", 1, "x")
+    wrong: Any = True
+    with pytest.raises(ConfigError, match="LoRARequest"):
+        llm.generate("t1", GREEDY, lora_request=wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_take_turns(tiny_base: MakeBase, adapters: list[Path], dtype: str) -> None:
+    """Each thread loads and generates at once with the others, and gets what it gets alone."""
+    llm = make_llm(tiny_base("llama"), dtype=dtype, num_threads=2)
+    requests = [None, LoRARequest("one", 1, str(adapters[0])), LoRARequest("two", 2, str(adapters[1])), None]
+    expected = [llm.generate(f"t{i}", GREEDY, lora_request=one)[0].outputs for i, one in enumerate(requests)]
+    llm.models.unload("one")
+    found: dict[int, list[Any]] = {i: [] for i in range(4)}
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            found[i].append(llm.generate(f"t{i}", GREEDY, lora_request=requests[i])[0].outputs)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == {i: [expected[i]] * 5 for i in range(4)}

@@ -9,6 +9,8 @@ import torch
 
 from loraplex.core import BaseRefused, ConfigError, RefusalReason
 from loraplex.engine import EngineConfig, load_base
+from loraplex.engine.batch import PageBuffer
+from loraplex.pool import KvShape, PoolGeometry
 
 from ..conftest import MakeBase
 from ..oracle import Harness, edit_config, native_note, random_prompt
@@ -72,6 +74,26 @@ def test_setting_that_cannot_work_is_refused_with_its_flag(name: str, value: Any
         EngineConfig(**{name: value})
     assert flag in caught.value.message
     assert repr(value) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"), [({"memory_bytes": 2**60}, "--memory"), ({"kv_pages": 10**15}, "--kv-pages")]
+)
+def test_pool_beyond_the_memory_is_refused_before_the_weights_load(
+    tiny_base: MakeBase, settings: dict[str, int], flag: str
+) -> None:
+    seen: list[tuple[int, int]] = []
+    with pytest.raises(ConfigError) as caught:
+        load_base(tiny_base("llama"), EngineConfig(**settings), progress=lambda *step: seen.append(step))
+    assert flag in caught.value.message
+    assert "GiB" in caught.value.message
+    assert seen == []
+
+
+def test_pool_that_cannot_be_allocated_is_a_mistake_of_the_settings() -> None:
+    geometry = PoolGeometry(KvShape(2, 2, 16), num_pages=10**13, page_tokens=16, chunk_rank=16, elem_bytes=4)
+    with pytest.raises(ConfigError, match="--kv-pages"):
+        PageBuffer(geometry, torch.float32, torch.device("cpu"))
 
 
 def test_default_number_of_sequences_follows_a_small_budget(tiny_base: MakeBase) -> None:

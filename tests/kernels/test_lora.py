@@ -7,7 +7,8 @@ import torch
 
 from loraplex.kernels import Ops
 
-from .conftest import LoraCase, assert_close, make_lora_case, native_ops
+from .cases import LoraCase, assert_close, make_lora_case
+from .conftest import native_ops
 
 CASES = {
     "one row an adapter, mixed ranks": {

@@ -5,7 +5,8 @@ import torch
 
 from loraplex.kernels import AttentionShape, HeadNorms, KvBatch, Ops, RopeTable
 
-from .conftest import assert_close, make_kv_batch, native_ops
+from .cases import assert_close, make_kv_batch
+from .conftest import native_ops
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -68,8 +69,10 @@ SHAPES = {
     "head of 48": (6, 6, 48, 0, 16),
     "window": (4, 2, 32, 7, 16),
     "window over pages": (4, 2, 32, 40, 16),
+    "window over key blocks": (8, 2, 64, 150, 16),
+    "many heads a key": (32, 2, 64, 0, 16),
 }
-LENGTHS, NEW_ROWS = [1, 16, 17, 70, 33], [1, 16, 1, 40, 1]
+LENGTHS, NEW_ROWS = [1, 16, 17, 300, 133, 70], [1, 16, 1, 190, 1, 40]
 
 
 def exact_attention(
@@ -118,6 +121,67 @@ def test_attention(name: str, ops_and_dtype: tuple[Ops, torch.dtype]) -> None:
         assert_close(out[row].view(heads, dim), exact, dtype)
 
 
+def attention_case(shape: AttentionShape, lengths: list[int], new_rows: list[int]) -> tuple[torch.Tensor, KvBatch]:
+    """Queries and filled pages of one layer; the same lengths give the same keys and queries at the same positions."""
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    kv = make_kv_batch(
+        torch.bfloat16,
+        layers=1,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_tokens=16,
+        lengths=lengths,
+        new_rows=new_rows,
+    )
+    fill_pages(kv, lengths, layer=0)
+    everything = randn(400, heads * shape.head_dim, dtype=torch.bfloat16)
+    return everything[kv.row_pos.long()].contiguous(), kv
+
+
+@pytest.mark.parametrize("window", [0, 40, 150])
+def test_native_attention_gives_a_row_the_same_bits_in_any_chunk(window: int) -> None:
+    ops = native_ops()
+    shape = AttentionShape(9, 3, 64, 0.125, window)
+
+    def run(length: int, new_rows: int) -> torch.Tensor:
+        qkv, kv = attention_case(shape, [length], [new_rows])
+        out = torch.empty(new_rows, 9 * 64, dtype=torch.bfloat16)
+        ops.attention(qkv, 0, shape, ops.bind_kv(kv), out)
+        return out
+
+    whole = run(300, 300)
+    for length, new_rows in ((300, 1), (300, 37), (257, 129), (129, 1), (128, 1), (5, 3)):
+        # Keys are drawn a sequence at a time: a shorter one is a prefix only if the generator fills row by row.
+        part = run(length, new_rows)
+        expected = whole if length == 300 else run(length, length)
+        assert torch.equal(part, expected[length - new_rows : length]), (length, new_rows)
+
+
+@pytest.mark.parametrize("where", ["key", "value", "query"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("head_dim", [48, 64])
+def test_non_finite_attention_is_not_hidden(
+    where: str, bad: float, head_dim: int, ops_and_dtype: tuple[Ops, torch.dtype]
+) -> None:
+    ops, dtype = ops_and_dtype
+    shape = AttentionShape(4, 2, head_dim, 0.1, 0)
+    kv = make_kv_batch(
+        dtype, layers=1, kv_heads=2, head_dim=head_dim, page_tokens=16, lengths=[140, 20], new_rows=[1, 1]
+    )
+    fill_pages(kv, [140, 20], layer=0)
+    qkv = randn(2, 8 * head_dim, dtype=dtype)
+    clean = torch.empty(2, 4 * head_dim, dtype=dtype)
+    ops.attention(qkv, 0, shape, ops.bind_kv(kv), clean)
+    if where == "query":
+        qkv[0, :] = bad
+    else:
+        kv.pages[int(kv.page_table[0, 3]), 0, int(where == "value"), 5] = bad
+    out = torch.empty(2, 4 * head_dim, dtype=dtype)
+    ops.attention(qkv, 0, shape, ops.bind_kv(kv), out)
+    assert not torch.isfinite(out[0]).all()
+    assert torch.equal(out[1], clean[1])
+
+
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("name", ["smollm2", "one kv head", "head of 48"])
 def test_rope_and_store(name: str, with_norms: bool, ops_and_dtype: tuple[Ops, torch.dtype]) -> None:
@@ -126,7 +190,7 @@ def test_rope_and_store(name: str, with_norms: bool, ops_and_dtype: tuple[Ops, t
     kv = make_kv_batch(
         dtype, layers=2, kv_heads=kv_heads, head_dim=dim, page_tokens=page_tokens, lengths=LENGTHS, new_rows=NEW_ROWS
     )
-    angles = torch.arange(80)[:, None] * 10000.0 ** (-torch.arange(dim // 2) * 2 / dim)
+    angles = torch.arange(320)[:, None] * 10000.0 ** (-torch.arange(dim // 2) * 2 / dim)
     rope = RopeTable(angles.cos().float(), angles.sin().float())
     norms = HeadNorms(randn(dim, dtype=dtype, seed=1), randn(dim, dtype=dtype, seed=2), 1e-6) if with_norms else None
     qkv = randn(sum(NEW_ROWS), (heads + 2 * kv_heads) * dim, dtype=dtype)

@@ -256,3 +256,13 @@ def test_cache_that_cannot_be_replaced_leaves_no_scratch_file(base: Path) -> Non
     before = set(base.iterdir())
     assert len(fingerprint(base)) == 64
     assert set(base.iterdir()) == before
+
+
+def test_fingerprint_is_computed_where_its_cache_cannot_be_written(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    expected = compute_fingerprint(Checkpoint(base))
+    for name in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert fingerprint(base) == expected

@@ -196,3 +196,25 @@ def test_unreadable_config_is_refused(tmp_path: Path) -> None:
     for content in (b"{", b"[]", b"\xff\xfe", b"3"):
         (tmp_path / "config.json").write_bytes(content)
         assert reason() is RefusalReason.CONFIG_INVALID
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (None, "There is no directory"),
+        ("some.gguf", "is a file"),
+        ("base/adapter_config.json", "is an adapter, not a base"),
+        ("base/README.md", "has no config.json"),
+    ],
+)
+def test_what_is_no_base_is_named(made: str | None, words: str, tmp_path: Path) -> None:
+    given = tmp_path / (made or "org/name").split("/")[0]
+    if made is not None:
+        (tmp_path / made).parent.mkdir(exist_ok=True)
+        (tmp_path / made).write_text("{}")
+    with pytest.raises(BaseRefused) as caught:
+        read_config(given)
+    assert caught.value.reason is RefusalReason.CONFIG_MISSING
+    assert words in caught.value.message
+    assert repr(str(given)) in caught.value.message
+    assert ("not downloaded" in caught.value.message) == (made is None)

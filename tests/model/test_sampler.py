@@ -10,7 +10,7 @@ import torch
 
 from loraplex.core import SamplingParams
 from loraplex.model import Sampled, SamplingRow, sample
-from loraplex.model.sampler import _allowed
+from loraplex.model.sampler import _block_sums, _draw_from_all, _kept_ids, _mass_before, _weights
 
 NUM_DRAWS = 2500
 
@@ -112,16 +112,67 @@ def test_draws_follow_the_exact_distribution(params: dict[str, Any]) -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.5, 4.0])
-def test_flat_distributions_keep_exactly_the_tokens_they_should(spread: float, params: dict[str, Any]) -> None:
-    """Some of these keep far more than the 1,024 candidates that are tried first."""
+def test_filters_keep_exactly_the_tokens_they_should(spread: float, params: dict[str, Any]) -> None:
     logits = random_logits(6000, seed=1, spread=spread)
-    kept = _allowed(logits, SamplingParams(**params))
-    assert kept is not None
     expected = exact_probabilities(logits, **params)
+    kept = kept_mask(logits, **params)
     count = int((expected > 0).sum())
-    assert abs(len(kept) - count) <= 1  # the sum of thousands of float32 probabilities rounds
-    if spread:  # equal logits may be cut anywhere
-        assert (expected[kept] > 0).sum() >= count - 1
+    if not spread:  # equal logits may be cut anywhere
+        assert abs(int(kept.sum()) - count) <= 1
+        return
+    probabilities = logits.double().softmax(-1)
+    wrong = probabilities[kept != (expected > 0)]
+    assert len(wrong) <= 1 or float(wrong.sum()) < 1e-6  # float32 weights round, at most one token decides
+
+
+def kept_mask(logits: torch.Tensor, **params: Any) -> torch.Tensor:
+    """Which tokens the filters leave, bool [vocab]."""
+    weights = _weights(logits[None], logits.amax(-1, keepdim=True), [1.0])[0, : len(logits)]
+    kept = _kept_ids(logits, weights, float(weights.double().sum()), SamplingParams(**params))
+    assert len(set(kept.tolist())) == len(kept)
+    mask = torch.zeros(len(logits), dtype=torch.bool)
+    mask[kept] = True
+    return mask
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.6}, {"top_k": 700}, {"min_p": 0.3}], ids=repr)
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1000])
+def test_every_part_of_the_vocabulary_is_drawn_as_often_as_it_should(vocab: int, params: dict[str, Any]) -> None:
+    """Vocabularies around the size of a block, and the draw's buckets of tokens compared with the distribution."""
+    logits = random_logits(vocab, seed=2, spread=1.0)
+    expected = exact_probabilities(logits, **params)
+    counts = frequencies(logits, **params)
+    assert not counts[expected == 0].any()
+    bucket = torch.arange(vocab) * 20 // vocab
+    share = torch.zeros(20, dtype=torch.float64).index_add_(0, bucket, expected) * NUM_DRAWS
+    seen = torch.zeros(20, dtype=torch.float64).index_add_(0, bucket, counts)
+    used = share > 5
+    freedom = max(int(used.sum()) - 1, 1)
+    assert ((seen - share)[used] ** 2 / share[used]).sum() < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("vocab", [1, 300, 5000])
+def test_extreme_numbers_draw_a_token_that_has_weight(vocab: int) -> None:
+    logits = random_logits(vocab, seed=3, spread=6.0)
+    logits[vocab // 2 + 1 :] = float("-inf")
+    weights = _weights(logits[None], logits.amax(-1, keepdim=True), [1.0])
+    sums = _block_sums(weights)
+    for uniform in (0.0, 2.0**-52, 0.5, 1 - 2.0**-51, 1 - 2.0**-52):
+        (token,) = _draw_from_all(weights, sums, [uniform])
+        assert weights[0, token] > 0
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -> None:
+    """One token has half the mass, 150,000 share the rest: float32 sums over all of them would be too coarse."""
+    vocab, draws = 150_001, 300
+    logits = torch.zeros(vocab)
+    logits[70_000] = math.log(vocab - 1)
+    tokens = [draw_one(logits, row(seed=seed)).token_id for seed in range(draws)]
+    rare = [token for token in tokens if token != 70_000]
+    assert abs(len(rare) - draws / 2) < 5 * math.sqrt(draws / 4)
+    below = sum(token < 70_000 for token in rare)
+    assert abs(below / len(rare) - 70_000 / vocab) < 5 * math.sqrt(0.25 / len(rare))
+    assert len(set(rare)) > 0.9 * len(rare)
 
 
 def test_wide_nucleus_is_drawn_from_as_a_whole() -> None:
@@ -147,6 +198,28 @@ def test_same_seed_and_position_draw_the_same_whatever_the_neighbours() -> None:
     assert backwards == alone[::-1]
     torch.manual_seed(123)  # the global generator has no say
     assert [draw_one(logits, one).token_id for one in rows] == alone
+
+
+def test_every_row_of_a_large_batch_draws_as_it_does_alone() -> None:
+    """No row's sums may depend on where in the batch it stands."""
+    logits = torch.randn(24, 1000, generator=torch.Generator().manual_seed(5)) * 3
+    forms: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 40}, {"min_p": 0.1}]
+    rows = [row(seed=i, **forms[i % len(forms)]) for i in range(24)]
+    for size in (1, 2, 7, 24):
+        drawn = [one.token_id for one in sample(logits[:size].clone(), rows[:size])]
+        assert drawn == [draw_one(logits[i], rows[i]).token_id for i in range(size)]
+
+
+@pytest.mark.parametrize("vocab", [200, 1000, 49152, 151_936])
+def test_sums_are_the_same_to_the_last_bit_wherever_the_row_stands(vocab: int) -> None:
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(6)) * 3
+    weights = _weights(logits, logits.amax(-1), [0.7] * 5)
+    drawn = torch.full((5, 1), vocab // 3)
+    for i in range(5):
+        alone = _weights(logits[i : i + 1], logits[i : i + 1].amax(-1), [0.7])
+        assert torch.equal(alone[0], weights[i])
+        assert torch.equal(_block_sums(alone)[0], _block_sums(weights)[i])
+        assert torch.equal(_mass_before(alone, drawn[:1])[0], _mass_before(weights, drawn)[i])
 
 
 def test_draws_differ_between_seeds_and_positions() -> None:
@@ -193,6 +266,13 @@ def test_penalties_follow_their_formulas() -> None:
         both[token] -= -1.5 + 2.0 * output.count(token)
     combined = row(presence_penalty=-1.5, frequency_penalty=2.0, **options)
     torch.testing.assert_close(adjusted(logits, combined), both)
+
+
+def test_repetition_penalty_counts_a_token_once_however_often_it_stands() -> None:
+    logits = random_logits()
+    options = {"temperature": 0.0, "repetition_penalty": 2.0}
+    often = adjusted(logits, row(prompt=[3, 5] * 1500, output=[5] * 500, **options))
+    assert torch.equal(often, adjusted(logits, row(prompt=[3], output=[5], **options)))
 
 
 def test_penalties_without_output_change_nothing() -> None:

@@ -140,6 +140,8 @@ class Driver:
         assert len(plan.adapters) <= config.max_loras
         assert len(plan.chunks) <= len(self.scheduler.running) <= config.max_num_seqs
         assert len({chunk.seq_id for chunk in plan.chunks}) == len(plan.chunks)
+        sequences = self.scheduler.sequences
+        assert all(sequences[chunk.seq_id].status is SequenceStatus.RUNNING for chunk in plan.chunks)
 
     def _check_segments(self, plan: StepPlan) -> None:
         """Rows are contiguous by adapter, base first, in the order of `plan.adapters`."""
@@ -166,18 +168,25 @@ class Driver:
         self._check_overtaking(admitted)
 
     def _check_overtaking(self, admitted: list[Sequence]) -> None:
+        """Only one that waits for an adapter's turn is passed over, and after its patience by the base alone."""
         config = self.scheduler.config
         active = {seq.adapter for seq in self.scheduler.running} - {None}
         for seq in admitted:
             assert seq.blocked_since_s is None
             self.overtaken_since.pop(seq.seq_id, None)
         for seq in self.scheduler.waiting:
-            if any(_age(seq) < _age(other) for other in admitted):
-                assert seq.adapter is not None
-                assert seq.adapter not in active
-                assert len(active) == config.max_loras
+            younger = [other for other in admitted if _age(seq) < _age(other)]
+            if not younger:
+                continue
+            assert seq.adapter is not None
+            assert len(active) == config.max_loras
+            if seq.adapter in active:  # an aged one in front keeps it from holding its slot longer
+                assert any(_age(other) < _age(seq) and other.adapter not in active for other in self.scheduler.waiting)
+                is_aged = True
+            else:
                 first = self.overtaken_since.setdefault(seq.seq_id, self.now)
-                assert self.now - first < config.adapter_patience_s
+                is_aged = self.now - first >= config.adapter_patience_s
+            assert not is_aged or all(other.adapter is None for other in younger)
 
     # ------------------------------------------------------------------ the device
     def _load(self, plan: StepPlan, resident: set[AdapterDigest]) -> None:

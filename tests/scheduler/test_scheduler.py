@@ -176,11 +176,61 @@ def test_overtaking_ends_with_patience() -> None:
     assert [digest for digest, _ in plan.adapters] == [B], "its turn comes before those behind it"
 
 
-def test_without_patience_nobody_overtakes() -> None:
+def test_without_patience_only_the_base_overtakes() -> None:
     driver = make_driver(max_loras=1, adapter_patience_s=0.0)
     for adapter in (A, B, A, None):
         driver.add_one(2, adapter, **FOREVER)
-    assert parts(driver.step()) == [(0, 0, 2)]
+    assert parts(driver.step()) == [(3, 0, 2), (0, 0, 2)]
+
+
+@pytest.mark.parametrize(("num_pages", "max_num_seqs"), [(64, 8), (64, 2), (11, 8), (11, 2)])
+def test_base_goes_on_while_an_aged_request_waits_and_does_not_starve_it(num_pages: int, max_num_seqs: int) -> None:
+    """A long request holds the only slot, another adapter waits, the base arrives without end."""
+    driver = make_driver(num_pages=num_pages, max_num_seqs=max_num_seqs, max_loras=1, adapter_patience_s=1.0)
+    holder = driver.add_one(2, A, max_tokens=10, ignore_eos=True)
+    driver.step()
+    waiting = driver.add_one(6, B, adapter_pages=2, max_tokens=2, ignore_eos=True)
+    started: list[int] = []
+    while waiting.finish_reason is None:
+        if not started or driver.scheduler.sequences.get(SequenceId(started[-1])) is None:
+            started.append(driver.add_one(2, None, max_tokens=2, ignore_eos=True).seq_id)
+        for _ in range(2):
+            driver.add_one(2, A, max_tokens=2, ignore_eos=True)  # would hold the slot for ever
+        driver.step()
+        assert len(driver.plans) <= 10 + 2, "it did not start as soon as the slot came free"
+    assert holder.finish_reason is not None
+    served = [seq_id for seq_id in started if SequenceId(seq_id) in driver.finished]
+    assert len(served) >= 3, "the base waited for the slot"
+
+
+def test_base_leaves_the_pages_that_an_aged_request_needs() -> None:
+    driver = make_driver(num_pages=9, max_loras=1, adapter_patience_s=0.0)
+    driver.add_one(1, A, max_tokens=3, ignore_eos=True)  # a page and one for A
+    driver.add_one(8, B, adapter_pages=2, max_tokens=1)  # needs two and two
+    for _ in range(5):
+        driver.add_one(1, None, max_tokens=4, ignore_eos=True)
+    assert [seq_id for seq_id, _, _ in parts(driver.step())] == [2, 3, 4, 0]
+    assert driver.scheduler.pool.num_free == 4
+    driver.step()
+    driver.step()
+    plan = driver.step()
+    assert load_digests(plan) == [B], "the slot came free, and so had the pages stayed"
+
+
+def test_waiting_request_that_does_not_fit_is_not_overtaken_once_its_slot_is_free() -> None:
+    driver = make_driver(num_pages=6, max_loras=1, adapter_patience_s=100.0)
+    driver.add_one(1, A, max_tokens=2, ignore_eos=True)
+    first = driver.add_one(8, B, adapter_pages=2, max_tokens=1)
+    driver.add_one(8, None, max_tokens=6, ignore_eos=True)  # overtakes it, and takes pages that it needs
+    driver.step()
+    driver.step()
+    late = driver.add_one(1, None, max_tokens=1)
+    num_steps = 0
+    while late.finish_reason is None:
+        driver.step()
+        num_steps += 1
+        assert (late.finish_reason is None) == (first.finish_reason is None)
+    assert num_steps == 5, "both start when the one that overtook has ended"
 
 
 def test_request_that_does_not_fit_now_is_not_overtaken() -> None:
@@ -206,13 +256,40 @@ def test_adapter_and_prompt_are_admitted_together_or_not_at_all() -> None:
 
 
 # ---------------------------------------------------------------------- preemption
+def test_start_leaves_a_page_for_each_running_sequence_that_may_grow() -> None:
+    driver = make_driver(num_pages=5, max_step_tokens=32)
+    driver.add_one(4, max_tokens=6, ignore_eos=True)  # a page now, two more later
+    driver.add_one(8, max_tokens=1)  # never needs a third page
+    driver.add_one(8, max_tokens=1)
+    assert parts(driver.step()) == [(0, 0, 4), (1, 0, 8)], "two are free, and one of them is spared"
+    assert parts(driver.step()) == [(0, 4, 1), (2, 0, 8)]
+    driver.drain()
+    assert driver.scheduler.num_preemptions == 0
+
+
+def test_sequences_that_need_no_more_pages_leave_the_last_one_to_others() -> None:
+    driver = make_driver(num_pages=5)
+    for prompt in (7, 7, 1):
+        driver.add_one(prompt, max_tokens=2, ignore_eos=True)
+    assert parts(driver.step()) == [(0, 0, 7), (1, 0, 7), (2, 0, 1)]
+    assert driver.scheduler.pool.num_free == 0
+
+
+def test_alone_a_sequence_may_start_on_the_last_page() -> None:
+    driver = make_driver(num_pages=2, max_model_len=100)
+    driver.add_one(7, max_tokens=1)
+    driver.add_one(7, max_tokens=1)
+    assert parts(driver.step()) == [(0, 0, 7)]
+    assert parts(driver.step()) == [(1, 0, 7)]
+
+
 def preempting_driver() -> Driver:
-    """Three sequences that fill a pool of six pages after one step."""
-    driver = make_driver(num_pages=6, max_step_tokens=24)
+    """Three sequences that will need nine pages together, in a pool of eight."""
+    driver = make_driver(num_pages=8, max_step_tokens=24)
     for prompt in (range(1, 8), range(2, 9), range(3, 10)):
         driver.add_one(prompt, None, max_tokens=6, ignore_eos=True)
     driver.step()
-    assert driver.scheduler.pool.num_free == 0
+    assert driver.scheduler.pool.num_free == 2
     return driver
 
 
@@ -220,7 +297,7 @@ def test_youngest_is_preempted_and_nobody_admitted_in_that_step() -> None:
     driver = preempting_driver()
     late = driver.add_one(1, max_tokens=1)
     driver.step()  # all have 8 tokens
-    plan = driver.step()  # the ninth needs a page each: two pages of the third serve the first and the second
+    plan = driver.step()  # the ninth needs a page each: the first and the second get the last two
     assert plan is not None
     assert plan.num_preempted == 1
     assert [seq_id for seq_id, _, _ in parts(plan)] == [0, 1]
@@ -253,7 +330,7 @@ def test_idle_adapters_go_before_anyone_is_preempted() -> None:
 
 
 def test_preempted_sequence_gives_its_adapter_free() -> None:
-    driver = make_driver(num_pages=6)
+    driver = make_driver(num_pages=7)
     driver.add_one(7, max_tokens=9, ignore_eos=True)
     driver.add_one(3, A, adapter_pages=3, max_tokens=9, ignore_eos=True)
     for _ in range(8):

@@ -23,6 +23,7 @@ BETA = AdapterRef("beta", 1, AdapterDigest("b" * 64))
 class Entry:
     ref: AdapterRef
     created: float = 1_700_000_000.5
+    declared_base: str | None = None
 
 
 class FakeCatalog:
@@ -37,7 +38,7 @@ class FakeCatalog:
         raise ModelNotFound(model)
 
     def list(self) -> tuple[Entry, ...]:
-        return (Entry(ALPHA), Entry(BETA))
+        return (Entry(ALPHA, declared_base="acme/base-135M"), Entry(BETA))
 
 
 class LiveServer:

@@ -170,6 +170,26 @@ async def test_harmless_and_neutral_fields_are_taken(client: httpx.AsyncClient) 
     assert (await client.post(CHAT, json=chat(**chatty))).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {"x" * i: None for i in range(limits.MAX_LOGIT_BIAS + 1)}),
+        ("messages", [{"role": "user", "content": "x"}] * (limits.MAX_MESSAGES + 1)),
+        ("prompt", [[1.5] * 100_000]),
+        ("prompt", ["a"] * 100_000),
+        ("model", "x" * 100_000),
+        ("model", ["x"] * 100_000),
+    ],
+)
+async def test_too_many_entries_are_refused_before_they_are_read(
+    client: httpx.AsyncClient, field: str, value: object
+) -> None:
+    body = chat() if field == "messages" else completion()
+    response = await client.post(CHAT if field == "messages" else COMPLETIONS, json={**body, field: value})
+    assert_error(response, 400, field)
+    assert len(response.json()["error"]["message"]) < 250
+
+
 async def test_context_too_long_has_its_code(client: httpx.AsyncClient) -> None:
     assert_error(await send(client, prompt="a" * 600), 400, "prompt", "context_length_exceeded")
     long = [{"role": "user", "content": "a" * 600}]

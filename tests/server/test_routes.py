@@ -1,10 +1,13 @@
 """Models, tokens and probes."""
 
+import asyncio
+import threading
+
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from loraplex.core import ConfigError
+from loraplex.core import ConfigError, limits
 from loraplex.server import ServerConfig, create_app
 from loraplex.testing import FakeEngine
 
@@ -23,6 +26,14 @@ async def test_models_are_the_base_and_its_adapters(client: httpx.AsyncClient) -
     assert (beta["id"], beta["version"], beta["max_model_len"]) == (BETA.name, 1, 512)
     for card in body["data"]:
         assert (card["object"], card["owned_by"], type(card["created"])) == ("model", "loraplex", int)
+
+
+async def test_cards_tell_the_declared_base_and_that_nothing_proves_it(client: httpx.AsyncClient) -> None:
+    base, alpha, beta = (await client.get("/v1/models")).json()["data"]
+    assert (base["declared_base"], base["base_verified"]) == (None, None)
+    assert (alpha["declared_base"], alpha["base_verified"]) == ("acme/base-135M", False)
+    assert (beta["declared_base"], beta["base_verified"]) == (None, False)
+    assert (await client.get(f"/v1/models/{ALPHA.name}")).json() == alpha
 
 
 def test_catalog_of_another_base_is_a_config_error() -> None:
@@ -63,6 +74,71 @@ async def test_tokenize_takes_a_conversation(client: httpx.AsyncClient, engine: 
     messages = [{"role": "user", "content": "x"}]
     body = (await client.post("/tokenize", json={"messages": messages, "add_generation_prompt": False})).json()
     assert engine.decode(body["tokens"]) == "user: x\n"
+
+
+LIMIT = limits.MAX_DETOKENIZED_TOKENS
+
+
+async def test_token_texts_are_given_up_to_the_limit(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "x" * LIMIT, "add_special_tokens": False, "return_token_strs": True}
+    assert (await client.post("/tokenize", json=body)).json()["token_strs"] == ["x"] * LIMIT
+    response = await client.post("/tokenize", json={**body, "prompt": "x" * (LIMIT + 1)})
+    assert_error(response, 400, "return_token_strs")
+    assert response.json()["error"]["message"].endswith(f"at most {LIMIT} tokens; the text has {LIMIT + 1}.")
+    assert (await client.post("/tokenize", json={"prompt": "x" * LIMIT})).json()["count"] == LIMIT + 1
+
+
+async def test_detokenize_takes_tokens_up_to_the_limit(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/detokenize", json={"tokens": [72] * LIMIT})).json() == {"prompt": "H" * LIMIT}
+    response = await client.post("/detokenize", json={"tokens": [72] * (LIMIT + 1)})
+    assert_error(response, 400, "tokens")
+    assert str(LIMIT) in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [
+        ("/tokenize", {"prompt": "x" * 5000}, "encode"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 5000}]}, "encode_chat"),
+        ("/tokenize", {"prompt": "x" * 5000, "return_token_strs": True}, "decode"),
+        ("/detokenize", {"tokens": [72] * 5000}, "decode"),
+        ("/v1/completions", {"model": BASE, "prompt": ["x" * 2500] * 2}, "encode"),
+        ("/v1/completions", {"model": BASE, "prompt": [[72] * 500] * 10, "max_tokens": 1, "echo": True}, "decode"),
+        ("/v1/chat/completions", {"model": BASE, "messages": [{"role": "user", "content": "x" * 5000}]}, "encode_chat"),
+    ],
+)
+async def test_long_texts_are_dealt_with_in_two_threads(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, object],
+    method: str,
+) -> None:
+    names: set[str] = set()
+    original = getattr(engine, method)
+
+    def spy(*args: object) -> object:
+        names.add(threading.current_thread().name)
+        return original(*args)
+
+    monkeypatch.setattr(FakeEngine, method, lambda self, *args: spy(*args))
+    await asyncio.gather(*(client.post(path, json=body) for _ in range(8)))
+    assert names <= {"loraplex-text_0", "loraplex-text_1"}
+    assert names
+
+
+async def test_token_prompts_become_text_only_for_an_echo(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[object] = []
+    monkeypatch.setattr(FakeEngine, "decode", lambda self, token_ids: decoded.append(token_ids) or "Hi")
+    body = {"model": BASE, "prompt": [72, 105], "max_tokens": 1}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert decoded == []
+    answer = (await client.post("/v1/completions", json={**body, "echo": True})).json()
+    assert decoded == [(72, 105)]
+    assert answer["choices"][0]["text"].startswith("Hi")
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ def sdk(live: LiveServer) -> Iterator[openai.OpenAI]:
         yield sdk
 
 
-def raw_request(live: LiveServer, body: dict[str, object]) -> socket.socket:
+def raw_request(port: int, body: dict[str, object]) -> socket.socket:
     """A socket on which the request has been sent."""
     content = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
     )
-    connection = socket.create_connection(("127.0.0.1", live.port))
+    connection = socket.create_connection(("127.0.0.1", port))
     connection.sendall(head.encode() + b"\r\n\r\n" + content)
     return connection
 
@@ -98,7 +98,7 @@ def test_openai_errors_have_their_classes(sdk: openai.OpenAI, engine: FakeEngine
 def test_disconnect_cancels(live: LiveServer, engine: FakeEngine, stream: bool, prompt: str | list[str]) -> None:
     engine.delay_s = 0.02
     num_prompts = len(prompt) if isinstance(prompt, list) else 1
-    connection = raw_request(live, completion(prompt=prompt, stream=stream, max_tokens=400))
+    connection = raw_request(live.port, completion(prompt=prompt, stream=stream, max_tokens=400))
     if stream:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     wait_until(lambda: len(engine.started) == num_prompts)
@@ -110,7 +110,7 @@ def test_disconnect_cancels(live: LiveServer, engine: FakeEngine, stream: bool, 
 
 def test_disconnect_before_the_first_token_cancels(live: LiveServer, engine: FakeEngine) -> None:
     engine.delay_s = 30.0
-    connection = raw_request(live, completion(stream=True))
+    connection = raw_request(live.port, completion(stream=True))
     wait_until(lambda: len(engine.started) == 1)
     connection.close()
     wait_until(lambda: len(engine.cancelled) == 1)
@@ -120,7 +120,7 @@ def test_reader_that_reads_nothing_is_cancelled_without_hurting_others() -> None
     engine = FakeEngine(max_model_len=20_000)
     app = create_app(engine, FakeCatalog(), ServerConfig(stall_timeout_s=0.2, access_log=False))
     live = LiveServer(app)
-    connection = raw_request(live, completion(stream=True, n=8, logprobs=20, max_tokens=19_000))
+    connection = raw_request(live.port, completion(stream=True, n=8, logprobs=20, max_tokens=19_000))
     wait_until(lambda: len(engine.cancelled) == 1, timeout_s=30)
     assert httpx.post(f"{live.url}/v1/completions", json=completion()).status_code == 200
     assert engine.num_output_tokens < 8 * 19_000
@@ -175,7 +175,7 @@ def test_stream_that_outlasts_the_drain_ends_with_an_error(app: FastAPI, engine:
 def test_whole_answer_that_outlasts_the_drain_is_503(app: FastAPI, engine: FakeEngine) -> None:
     engine.delay_s = 30.0
     live = LiveServer(app, RunConfig(port=0, drain_s=1))
-    connection = raw_request(live, completion())
+    connection = raw_request(live.port, completion())
     wait_until(lambda: len(engine.started) == 1)
     live.stop()
     assert connection.recv(2**16).startswith(b"HTTP/1.1 503")
@@ -193,6 +193,30 @@ app = create_app(FakeEngine(delay_s=0.01), FakeCatalog(), ServerConfig(access_lo
 serve(app, "127.0.0.1", 0, on_ready=lambda host, port: print(port, flush=True), lame_duck_s=0.5, drain_s=5)
 assert not [name for name in sys.modules if name == "torch"], "torch came in"
 """
+
+
+CUT_OFF = {"level": "error", "event": "requests_cut_off", "num_requests": 2}
+
+
+def test_second_signal_ends_at_once_with_one_line() -> None:
+    program = [sys.executable, "-c", PROGRAM.format(tests=str(Path(__file__).parent.parent))]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        port = int(process.stdout.readline())
+        connections = [raw_request(port, completion(stream=stream, max_tokens=490)) for stream in (False, True)]
+        assert connections[1].recv(15) == b"HTTP/1.1 200 OK"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        lines = process.stderr.read().splitlines()
+        assert process.wait(10) == 0
+    assert [{**json.loads(line), "timestamp": None} for line in lines] == [{**CUT_OFF, "timestamp": None}]
+    whole, streamed = (connection.makefile("rb").read() for connection in connections)
+    assert whole.startswith(b"HTTP/1.1 503")
+    assert b'"code":"engine_dead"' in streamed
+    for connection in connections:
+        connection.close()
 
 
 def test_sigterm_drains_and_exits_with_zero() -> None:

@@ -31,8 +31,11 @@ def read_artifact(directory: Path, limits: AdapterLimits) -> Artifact:
     """Read both files of an adapter directory. Raises AdapterRefused; its message never shows what a file holds."""
     try:
         root = Path(os.path.realpath(directory, strict=True))
+    except FileNotFoundError:
+        message = f"The adapter directory {str(directory)!r} does not exist."
+        raise AdapterRefused(RefusalReason.CONFIG_MISSING, message, str(directory)) from None
     except (OSError, ValueError):
-        message = f"The adapter directory {str(directory)!r} does not exist or cannot be reached."
+        message = f"The adapter directory {str(directory)!r} cannot be reached."
         raise AdapterRefused(RefusalReason.CONFIG_MISSING, message, str(directory)) from None
     config = _read_file(root, CONFIG_FILE, RefusalReason.CONFIG_MISSING, MAX_CONFIG_BYTES)
     if not os.path.lexists(root / WEIGHTS_FILE):

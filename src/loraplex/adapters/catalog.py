@@ -92,8 +92,8 @@ class AdapterCatalog:
             )
             raise AdapterRefused(RefusalReason.NAME_INVALID, message, "lora_name")
         if name == self._base_name:
-            message = f"Adapter name {name!r} is the name of the base model."
+            message = f"Adapter name {name!r} is the name of the base model; choose another name."
             raise AdapterRefused(RefusalReason.NAME_CONFLICT, message, "lora_name")
         if name in self._entries and not replace:
-            message = f"Adapter name {name!r} is taken; replace it in place (load_inplace) or remove it first."
+            message = f"Adapter name {name!r} is taken; choose another name."
             raise AdapterRefused(RefusalReason.NAME_CONFLICT, message, "lora_name")

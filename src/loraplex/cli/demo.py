@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from loraplex.cli.launch import LoraModule, launch, ready_line
+from loraplex.cli.listen import bind_sockets, run_bound
 from loraplex.cli.progress import progress_bar
 from loraplex.cli.say import say
 from loraplex.core import ConfigError
@@ -46,6 +47,21 @@ def find_adapters(folder: Path | None) -> list[LoraModule]:
     if not configs:
         raise ConfigError(f"No adapters (*/adapter_config.json) in {chosen}; name a folder that has some (--adapters).")
     return [LoraModule(config.parent.name, config.parent) for config in configs]
+
+
+def demo_base(console: Console) -> Path:
+    """The demo's base, converted at first use. Raises ConfigError when it is not installed or cannot be kept."""
+    import platformdirs
+
+    from loraplex.model.gguf_import import DEMO_NAME, ensure_demo_base
+
+    folder = platformdirs.user_cache_path("loraplex") / DEMO_NAME.lower()
+    try:
+        with progress_bar(console, f"Converting {DEMO_NAME} (once)") as progress:
+            return ensure_demo_base(folder, progress)
+    except OSError as error:
+        message = f"The base cannot be written to {folder}: {error.strerror}; set XDG_CACHE_HOME to another folder."
+        raise ConfigError(message) from error
 
 
 def ask(url: str, model: str, question: str) -> DemoAnswer:
@@ -132,16 +148,14 @@ def demo(
 
     Keeps serving afterwards; with DEMO_EXIT=1 in the environment it stops instead.
     """
-    import platformdirs
-
     from loraplex.engine.config import EngineConfig
-    from loraplex.model.gguf_import import DEMO_NAME, ensure_demo_base
+    from loraplex.model.gguf_import import DEMO_NAME
     from loraplex.server import RunConfig, ServerConfig, build_server
 
     console = Console()
     modules = find_adapters(adapters)
-    with progress_bar(console, f"Converting {DEMO_NAME} (once)") as progress:
-        base_dir = ensure_demo_base(platformdirs.user_cache_path("loraplex") / DEMO_NAME.lower(), progress)
+    sockets = bind_sockets(host, port)
+    base_dir = demo_base(console)
     config = EngineConfig(memory_bytes=400 * 2**20)
     launched = launch(base_dir, modules, config, ServerConfig(access_log=False), console, DEMO_NAME)
     ranks = {e.ref.label: f"{e.rank} {describe_targets(e.targets)}" for e in launched.models.catalog.list()}
@@ -167,7 +181,7 @@ def demo(
 
     server = build_server(launched.app, RunConfig(host=host, port=port, lame_duck_s=0.0), on_ready)
     launched.engine.on_failure = lambda: setattr(server, "should_exit", True)
-    server.run()
+    run_bound(server.run, sockets, host, port)
     launched.engine.stop()
     for failure in failures:
         raise failure

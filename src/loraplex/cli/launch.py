@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from loraplex.cli.progress import progress_bar
+from loraplex.cli.say import say
 from loraplex.cli.sizes import format_size
-from loraplex.core import ConfigError
+from loraplex.core import AdapterRefused, ConfigError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from loraplex.adapters import CatalogEntry
     from loraplex.engine import AsyncEngine, EngineConfig, LoadedBase, ServedModels
     from loraplex.server import ServerConfig
 
@@ -30,15 +32,27 @@ class LoraModule:
 def parse_lora_module(text: str) -> LoraModule:
     """`name=path`, or vLLM's JSON form {"name": ..., "path": ...}. Raises ConfigError."""
     if text.lstrip().startswith("{"):
-        try:
-            fields = json.loads(text)
-            return LoraModule(str(fields["name"]), Path(fields["path"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f'--lora-modules {text!r:.200} is not JSON with "name" and "path".') from error
+        return _module_of_json(text)
     name, separator, path = text.partition("=")
     if not separator or not name or not path:
         raise ConfigError(f"--lora-modules {text!r:.200} is not name=path.")
     return LoraModule(name, Path(path))
+
+
+def _module_of_json(text: str) -> LoraModule:
+    """`base_model_name` is vLLM's and not used: the adapter is checked against the base that is served."""
+    try:
+        fields = json.loads(text)
+        module = LoraModule(str(fields["name"]), Path(fields["path"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'--lora-modules {text!r:.200} is not JSON with "name" and "path".') from error
+    unknown = sorted(fields.keys() - {"name", "path", "base_model_name"})
+    if unknown:
+        raise ConfigError(
+            f"--lora-modules of {module.name!r:.80} has the key {unknown[0]!r:.80}; "
+            "known are name, path and base_model_name."
+        )
+    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +87,50 @@ def launch(
     models = ServedModels(engine, AdapterLimits(max_rank=engine_config.max_lora_rank))
     with progress_bar(console, "Loading adapters") as progress:
         for done, module in enumerate(modules, start=1):
-            models.load(module.name, module.path, created=time.time())
+            _load_adapter(models, module)
             progress(done, len(modules))
+    for entry in models.catalog.list():
+        warning = base_warning(entry, base.description.name, base_dir)
+        if warning is not None:
+            say(console, warning, style="yellow")
     client = AsyncEngine(engine)
     app = create_app(client, models.catalog, server_config)
     client.start()
     return Launched(app, client, models, base, started_s)
+
+
+def _load_adapter(models: "ServedModels", module: LoraModule) -> None:
+    """Load one of several; a refusal names which. Raises AdapterRefused."""
+    try:
+        models.load(module.name, module.path, created=time.time())
+    except AdapterRefused as error:
+        message = f"--lora-modules {module.name}={module.path}: {error.message}"
+        raise AdapterRefused(error.reason, message, error.subject) from error
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].casefold()
+
+
+def _directory_name(base_dir: Path) -> str:
+    """The model's name in a directory's path, also in Hugging Face's cache: models--<org>--<name>/snapshots/<hash>."""
+    path = base_dir.resolve()
+    return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
+
+
+def base_warning(entry: "CatalogEntry", served_name: str, base_dir: Path) -> str | None:
+    """A line for an adapter whose config names another base than the one served; None when it names it, or none.
+
+    Only the last part of the names is compared, without case: it proves nothing, so nothing is refused.
+    """
+    declared = entry.declared_base
+    known = {_last_part(served_name), _directory_name(base_dir).casefold()}
+    if declared is None or _last_part(declared) in known:
+        return None
+    return (
+        f"warning: adapter {entry.ref.name} says it was trained on {declared!r:.200}, and {served_name!r:.200} is "
+        "served: base unverified."
+    )
 
 
 def ready_line(launched: Launched, host: str, port: int) -> str:

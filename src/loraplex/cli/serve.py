@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from loraplex.cli.launch import launch, parse_lora_module, ready_line
+from loraplex.cli.listen import bind_sockets, run_bound
 from loraplex.cli.say import say
 from loraplex.cli.sizes import parse_size
 
@@ -65,6 +66,7 @@ def serve(
         max_waiting=max_waiting,
     )
     modules = [parse_lora_module(text) for text in lora_modules or ()]
+    sockets = bind_sockets(host, port)
     launched = launch(base, modules, engine_config, ServerConfig(api_key=api_key), console, served_model_name)
     if launched.base.note:
         say(console, f"note: {launched.base.note}", style="yellow")
@@ -80,7 +82,7 @@ def serve(
 
     server = build_server(launched.app, RunConfig(host=host, port=port), on_ready)
     launched.engine.on_failure = lambda: setattr(server, "should_exit", True)
-    server.run()
+    run_bound(server.run, sockets, host, port)
     launched.engine.stop()
     if launched.engine.failure is not None:
         raise typer.Exit(1)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from loraplex.core import limits
 from loraplex.core.errors import InvalidRequest
@@ -57,6 +57,13 @@ def _check_len(name: str, value: Sequence[object], limit: int) -> None:
         raise InvalidRequest(f"{name} may have at most {limit} entries, got {len(value)}.", name)
 
 
+def _check_neutral(name: str, value: object, *neutral: object) -> None:
+    """Raise InvalidRequest unless the value of an unsupported parameter is one that asks for nothing."""
+    if not any(type(value) is type(item) and value == item for item in neutral):
+        allowed = " or ".join(map(repr, neutral))
+        raise InvalidRequest(f"{name} is not supported (only {allowed}), got {_show(value)}.", name)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters with vLLM's names and defaults. Checked when built; raises InvalidRequest.
@@ -64,6 +71,9 @@ class SamplingParams:
     `max_tokens` None means up to the model's context. `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens.
     `seed` None draws a fresh one; with a seed the same request gives the same tokens whatever shares its batch.
     `logprobs` k asks for the chosen token and the k most likely.
+
+    `best_of`, `bad_words`, `prompt_logprobs` and `detokenize` are vLLM's and not supported: they are taken with the
+    values that ask for nothing (None; 1, an empty list, -, True) and not kept.
     """
 
     max_tokens: int | None = 16
@@ -84,8 +94,18 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     skip_special_tokens: bool = True
+    best_of: InitVar[int | None] = None
+    bad_words: InitVar[Sequence[str] | None] = None
+    prompt_logprobs: InitVar[int | None] = None
+    detokenize: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self, best_of: int | None, bad_words: Sequence[str] | None, prompt_logprobs: int | None, detokenize: bool
+    ) -> None:
+        _check_neutral("best_of", best_of, None, 1)
+        _check_neutral("bad_words", bad_words, None, [], ())
+        _check_neutral("prompt_logprobs", prompt_logprobs, None)
+        _check_neutral("detokenize", detokenize, True)
         self._normalise()
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, limits.MAX_TOKENS)

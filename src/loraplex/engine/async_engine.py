@@ -57,6 +57,7 @@ class AsyncEngine:
         self._closed = False  # no command is taken any more
         self._submit_lock = threading.Lock()
         self._beat_s = clock()
+        engine.on_layer = self._beat
 
     # ------------------------------------------------------------------ EngineClient
     @property
@@ -121,11 +122,14 @@ class AsyncEngine:
         self._thread.join()
 
     # ------------------------------------------------------------------ the engine's thread
+    def _beat(self) -> None:
+        self._beat_s = self._clock()
+
     def _run(self) -> None:
         try:
             while not self._stopping:
                 self._take_commands()
-                self._beat_s = self._clock()
+                self._beat()
                 self._dispatch(self.engine.step(self._clock()))
         except BaseException as error:
             self.failure = error

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loraplex.core import AdapterDigest, PageId, SequenceId
+from loraplex.core import AdapterDigest, ConfigError, PageId, SequenceId
 from loraplex.engine.packing import PackedAdapter
 from loraplex.kernels import KvBatch, LoraBatch
 from loraplex.model import DeviceBatch
@@ -19,12 +19,19 @@ Placed = tuple[tuple[AdapterDigest, tuple[PageId, ...]], ...]
 
 
 class PageBuffer:
-    """The memory behind the page pool, seen flat and as keys and values."""
+    """The memory behind the page pool, seen flat and as keys and values. Raises ConfigError if there is too little."""
 
     def __init__(self, geometry: PoolGeometry, dtype: torch.dtype, device: torch.device) -> None:
         kv = geometry.kv
         self.geometry = geometry
-        self.flat = torch.zeros(geometry.num_pages * geometry.page_elems, dtype=dtype, device=device)
+        try:
+            self.flat = torch.zeros(geometry.num_pages * geometry.page_elems, dtype=dtype, device=device)
+        except (MemoryError, RuntimeError) as error:  # torch's out-of-memory errors are RuntimeErrors
+            message = (
+                f"The pool of {geometry.num_pages} pages of {geometry.page_bytes} bytes cannot be allocated on "
+                f"{device}; lower --kv-pages or --memory."
+            )
+            raise ConfigError(message) from error
         self.rows = self.flat.view(geometry.num_pages, geometry.page_elems)
         self.kv = self.flat.view(
             geometry.num_pages, kv.num_layers, 2, geometry.page_tokens, kv.num_kv_heads, kv.head_dim

@@ -71,6 +71,7 @@ class Engine:
         self._random = random.SystemRandom()
         self._counters = _Counters()
         self._on_logits = on_logits
+        self.on_layer: Callable[[], None] = lambda: None  # called before every layer of a step
         self._stats = EngineStats()
         self._snapshot()
 
@@ -107,6 +108,10 @@ class Engine:
         request.params.check_vocabulary(vocab)
         params = request.params
         self.scheduler.check_fits(len(request.prompt_token_ids), params.max_tokens, self._pages_of(request))
+        if params.n > self._max_waiting:
+            raise InvalidRequest(
+                f"n is {params.n}; the queue holds {self._max_waiting} sequences (--max-waiting).", "n"
+            )
         if len(self.scheduler.waiting) + params.n > self._max_waiting:
             raise Overloaded(
                 f"The queue of {self._max_waiting} waiting sequences is full (--max-waiting).", retry_after_s=1.0
@@ -159,7 +164,7 @@ class Engine:
         load_s = self._load(plan)
         self._identify(plan, load_s)
         batch = self._builder.build(plan, self.scheduler.sequences, self._packed)
-        logits = self._decoder.forward(batch)
+        logits = self._decoder.forward(batch, self.on_layer)
         drawing = [self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks if chunk.samples]
         self._observe(drawing, logits)
         sampled = sample(logits, [self._sampling_row(seq) for seq in drawing])

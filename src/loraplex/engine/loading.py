@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from loraplex.core import BaseDescription, ConfigError
-from loraplex.engine.config import EngineConfig
+from loraplex.engine.config import GIB, EngineConfig
+from loraplex.engine.host_memory import available_memory
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.kernels import choose_ops
 from loraplex.model import Decoder, DecoderConfig, LoadOptions, describe_base, load_decoder, open_checkpoint
@@ -47,7 +48,19 @@ def _resolve_max_len(config: EngineConfig, model: DecoderConfig, geometry: PoolG
 def _plan_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> PoolGeometry:
     kv = KvShape(model.num_layers, model.num_kv_heads, model.head_dim)
     widest = max(model.hidden_size, model.q_size, model.intermediate_size)
-    return plan_geometry(kv, widest, dtype.itemsize, num_pages=config.kv_pages, memory_bytes=config.memory_bytes)
+    geometry = plan_geometry(kv, widest, dtype.itemsize, num_pages=config.kv_pages, memory_bytes=config.memory_bytes)
+    _check_memory(geometry, "--memory" if config.kv_pages is None else "--kv-pages")
+    return geometry
+
+
+def _check_memory(geometry: PoolGeometry, flag: str) -> None:
+    """Raise ConfigError for a pool that this machine cannot hold: found now, not when its pages are first written."""
+    num_bytes, available = geometry.num_pages * geometry.page_bytes, available_memory()
+    if available is not None and num_bytes > available:
+        raise ConfigError(
+            f"The pool would take {num_bytes / GIB:.4g} GiB ({geometry.num_pages} pages of {geometry.page_bytes} "
+            f"bytes); this process may still use {available / GIB:.4g} GiB. Lower {flag}."
+        )
 
 
 def load_base(

@@ -64,7 +64,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "lp_pack_weight": (p, p, i, i, p),
         "lp_gemm": (p, p, i, p, p, p, i, i, i, i, n),
         "lp_add_lora": (p, p, i, p, i, POINTER(_LoraTables), POINTER(_LoraSites)),
-        "lp_attention": (p, p, i, p, i, POINTER(_KvView), i, p, p, i, i, f),
+        "lp_attention": (p, p, i, p, i, POINTER(_KvView), i, p, p, i, i, f, n),
         "lp_add_rms_norm": (p, p, p, p, p, i, i, f),
         "lp_rope_and_store": (p, p, i, POINTER(_KvView), i, p, p, p, p, f, p, p, i),
         "lp_silu_and_mul": (p, p, p, i, i),
@@ -106,7 +106,8 @@ class NativeCpuOps:
         self._lib = load_library()
         _declare(self._lib)
         self._pool = self._lib.lp_pool_new(num_threads)
-        weakref.finalize(self, self._lib.lp_pool_free, self._pool)
+        # Not at interpreter exit: an engine's thread may still be inside.
+        weakref.finalize(self, self._lib.lp_pool_free, self._pool).atexit = False
         self._has_amx = bool(self._lib.lp_has_amx())
         self._torch = TorchOps()
         self._sites: dict[tuple[LoraSite, ...], tuple[_LoraSites, list[Tensor]]] = {}
@@ -236,6 +237,7 @@ class NativeCpuOps:
             bound.num_rows,
             shape.window,
             shape.scale,
+            self._has_amx,
         )
 
     def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:

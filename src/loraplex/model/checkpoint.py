@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,4 +155,5 @@ def _write_cache(path: Path, content: dict[str, Any]) -> None:
         scratch.write_text(json.dumps(content), encoding="utf-8")
         scratch.replace(path)
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()

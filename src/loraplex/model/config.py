@@ -126,6 +126,7 @@ class _Fields:
 
 def read_config(directory: Path) -> DecoderConfig:
     """Read and check config.json. Raises BaseRefused with the field, its value and what is supported."""
+    _check_directory(directory)
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -136,6 +137,24 @@ def read_config(directory: Path) -> DecoderConfig:
     if not isinstance(raw, dict):
         raise _refuse("config.json", "is not a JSON object.", RefusalReason.CONFIG_INVALID)
     return parse_config(raw)
+
+
+def _check_directory(directory: Path) -> None:
+    """Raise BaseRefused with what is there instead of a base."""
+    shown = repr(str(directory))
+    if directory.is_file():
+        message = f"{shown} is a file; a base is a directory (`loraplex import-gguf` makes one from a GGUF file)."
+    elif not directory.is_dir():
+        message = (
+            f"There is no directory {shown}. Names on the Hugging Face hub are not downloaded: give the directory."
+        )
+    elif (directory / "config.json").exists():
+        return
+    elif (directory / "adapter_config.json").exists():
+        message = f"{shown} is an adapter, not a base: give the base's directory, and this one with --lora-modules."
+    else:
+        message = f"{shown} has no config.json; a base is a directory with config.json, tokenizer.json and safetensors."
+    raise BaseRefused(RefusalReason.CONFIG_MISSING, message, "config.json")
 
 
 def _find_family(raw: Mapping[str, Any]) -> Family:

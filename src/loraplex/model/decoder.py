@@ -1,5 +1,6 @@
 """The decoder of all supported families: fused projections, pre-norm, rotary attention, gated MLP."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,8 +75,11 @@ class Decoder:
         self._workspace = _Workspace(config, max_rows, embedding.dtype, embedding.device)
 
     @torch.inference_mode()
-    def forward(self, batch: DeviceBatch) -> Tensor:
-        """Run a step and write its keys and values to the pages. Logits [num_logits, vocab] float32."""
+    def forward(self, batch: DeviceBatch, on_layer: Callable[[], None] = lambda: None) -> Tensor:
+        """Run a step and write its keys and values to the pages. Logits [num_logits, vocab] float32.
+
+        `on_layer` is called before each layer: a sign of life in long steps.
+        """
         rows, ops, work = batch.token_ids.shape[0], self.ops, self._workspace
         assert rows <= self.max_rows, f"{rows} rows in a step of at most {self.max_rows}"
         lora = ops.bind_lora(batch.lora) if batch.lora is not None else None
@@ -86,6 +90,7 @@ class Decoder:
         torch.index_select(self.embedding, 0, batch.token_ids, out=residual)
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
+            on_layer()
             ops.add_rms_norm(residual, delta if index else None, layer.input_norm, eps, hidden)
             _apply(ops, layer.qkv, hidden, qkv, lora)
             ops.rope_and_store(qkv, index, layer.attention, self.rope, layer.head_norms, kv)

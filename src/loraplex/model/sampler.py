@@ -1,9 +1,10 @@
-"""From logits to the next token. Every row is handled on its own, so its draw never depends on its neighbours.
+"""From logits to the next token. Rows share passes over the vocabulary, but no draw depends on its neighbours.
 
 Log probabilities are read from the unmodified logits. Then the order is: logit bias, penalties, forbidden end tokens,
 temperature, min-p, top-k, top-p, draw.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,11 @@ from torch import Tensor
 from loraplex.core import SamplingParams
 
 _MASK64 = 2**64 - 1
-_CANDIDATES = 1024  # how many of the most likely tokens are tried before all are sorted
+_MIN_TEMPERATURE = 1e-5
+_BLOCK = 256  # a draw looks at the sums of blocks of this many tokens, then at the tokens of one block
+_FLOORS = (1e-2, 1e-3, 1e-4, 1e-6, 0.0)  # weights, the likeliest being 1, above which top-p's tokens are looked for
+_ROUNDING = 1e-12
+_BELOW_ONE = 1 - 2.0**-52  # times any x, this still stays below x
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +48,28 @@ class Sampled:
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """Draw one token a row. logits [num_rows, vocab] float32; changed in place where a row has penalties or biases."""
+    if not rows:
+        return []
     logprobs = [logits[i].log_softmax(-1) if row.params.logprobs is not None else None for i, row in enumerate(rows)]
     for i, row in enumerate(rows):
         _adjust(logits[i], row)
-    best, tokens = logits.max(dim=-1)
+    if any(row.params.greedy for row in rows):
+        best, likeliest = logits.max(-1)
+        tokens: list[int] = likeliest.tolist()
+    else:
+        best, tokens = logits.amax(-1), [0] * len(rows)  # a tenth of the time of `max`
     is_finite: list[bool] = torch.isfinite(best).tolist()
-    chosen: list[int] = tokens.tolist()
-    results = []
-    for i, row in enumerate(rows):
-        token = chosen[i] if row.params.greedy or not is_finite[i] else _draw(logits[i], row)
-        results.append(_describe(token, is_finite[i], logprobs[i], row.params.logprobs or 0))
-    return results
+    drawing = [i for i, row in enumerate(rows) if not row.params.greedy and is_finite[i]]
+    if drawing:
+        drawn = _draw(_pick(logits, drawing), _pick(best, drawing), [rows[i] for i in drawing])
+        for i, token in zip(drawing, drawn, strict=True):
+            tokens[i] = token
+    return [_describe(tokens[i], is_finite[i], logprobs[i], row.params.logprobs or 0) for i, row in enumerate(rows)]
+
+
+def _pick(values: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of `values`, without a copy where that is all of them."""
+    return values if len(rows) == values.shape[0] else values[rows]
 
 
 def _describe(token: int, is_finite: bool, logprobs: Tensor | None, num_top: int) -> Sampled:
@@ -64,76 +80,154 @@ def _describe(token: int, is_finite: bool, logprobs: Tensor | None, num_top: int
     return Sampled(token, float(logprobs[token]), top)
 
 
+def _as_tensor(ids: Sequence[int], device: torch.device) -> Tensor:
+    """Token ids [len] int64; eight times as fast as `torch.tensor` for a list of 2,000. At least one id."""
+    return torch.frombuffer(array("q", ids), dtype=torch.int64).to(device)
+
+
 def _adjust(logits: Tensor, row: SamplingRow) -> None:
     """Biases, penalties and forbidden tokens, in place. logits [vocab]."""
     params = row.params
     if params.logit_bias:
         ids, values = zip(*params.logit_bias, strict=True)
-        logits.index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=logits.dtype))
+        logits.index_add_(0, _as_tensor(ids, logits.device), logits.new_tensor(values))
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(row.token_ids)))
+        seen = _as_tensor(row.token_ids, logits.device)  # a token that stands twice gets the same value twice
         found, penalty = logits[seen], params.repetition_penalty
         logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
     if params.presence_penalty or params.frequency_penalty:
         output = row.token_ids[row.prompt_len :]
         if output:
-            used, counts = torch.unique(torch.tensor(output), return_counts=True)
+            used, counts = torch.unique(_as_tensor(output, logits.device), return_counts=True)
             logits[used] -= params.presence_penalty + params.frequency_penalty * counts
     if row.forbidden:
-        logits[torch.tensor(sorted(row.forbidden))] = float("-inf")
+        logits[_as_tensor(sorted(row.forbidden), logits.device)] = float("-inf")
 
 
-def _draw(logits: Tensor, row: SamplingRow) -> int:
-    """Draw from the shaped distribution. logits [vocab], finite maximum."""
-    scaled = logits / max(row.params.temperature, 1e-5)
-    ids = _allowed(scaled, row.params)
-    weights = (scaled if ids is None else scaled[ids]).double().softmax(-1)
-    noise = torch.empty(logits.shape[0], dtype=torch.float64)
-    noise.exponential_(generator=torch.Generator().manual_seed(_mix(row.seed, len(row.token_ids))))
-    # The smallest exponential over weight is a draw from the weights (Gumbel's trick).
-    race = (noise if ids is None else noise[ids]) / weights
-    winner = int(race.argmin())
-    return winner if ids is None else int(ids[winner])
+def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """Draw from the shaped distributions by inverting their sums at one uniform number a row.
+
+    logits [num_rows, vocab]; best [num_rows], their finite maxima.
+    """
+    vocab = logits.shape[1]
+    weights = _weights(logits, best, [row.params.temperature for row in rows])
+    uniforms = [_uniform(row.seed, len(row.token_ids)) for row in rows]
+    sums = _block_sums(weights)
+    tokens = _draw_from_all(weights, sums, uniforms)
+    for i in _outside(weights, vocab, sums[:, -1], tokens, [row.params for row in rows]):
+        row = rows[i]
+        ids = _kept_ids(logits[i], weights[i, :vocab], float(sums[i, -1]), row.params)
+        # A draw that was refused leaves its uniform number on one side; what is drawn instead needs a fresh one.
+        uniform = _uniform(_mix(row.seed, -1), len(row.token_ids))
+        tokens[i] = int(ids[_invert(weights[i, ids].double().cumsum(-1), uniform)])
+    return tokens
 
 
-def _allowed(scaled: Tensor, params: SamplingParams) -> Tensor | None:
-    """Ids that min-p, top-k and top-p leave, or None for all. scaled [vocab]."""
-    vocab = scaled.shape[0]
-    top_k = params.top_k if 0 < params.top_k < vocab else vocab
-    if top_k == vocab and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return None
-    total = scaled.double().logsumexp(-1)
-    for count in (min(_CANDIDATES, vocab), vocab):
-        values, ids = scaled.topk(count)
-        probabilities = (values.double() - total).exp()
-        kept = _count_kept(probabilities, vocab, top_k, params)
-        if kept is not None and (kept < count or count == vocab):
-            return ids[:kept]
+def _outside(
+    weights: Tensor, vocab: int, totals: Tensor, tokens: list[int], params: Sequence[SamplingParams]
+) -> list[int]:
+    """Rows whose token, drawn from all, the filters exclude or may exclude; the others' tokens stand.
+
+    Keeping a draw that lies within the filters, and else drawing among what they leave, gives exactly their
+    distribution, and spares most rows with top-p alone the sort. weights as from `_weights`; totals [num_rows].
+    """
+    has_top_k = [0 < one.top_k < vocab for one in params]
+    nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0 and p.min_p <= 0.0 and not has_top_k[i]]
+    outside = [i for i, p in enumerate(params) if has_top_k[i] or p.min_p > 0.0]
+    if nucleus:
+        limit = totals.new_tensor([params[i].top_p * (1 - _ROUNDING) for i in nucleus]) * _pick(totals, nucleus)
+        drawn = torch.tensor([tokens[i] for i in nucleus], device=weights.device)[:, None]
+        is_kept = _mass_before(_pick(weights, nucleus), drawn) < limit
+        outside += [i for i, kept in zip(nucleus, is_kept.tolist(), strict=True) if not kept]
+    return outside
+
+
+def _mass_before(weights: Tensor, drawn: Tensor) -> Tensor:
+    """Weight of the tokens likelier than the one drawn, or as likely and of a lower id, [num_rows].
+
+    weights as from `_weights`; drawn [num_rows, 1].
+    """
+    own = weights.gather(-1, drawn)
+    is_before = (weights == own) & (torch.arange(weights.shape[1], device=weights.device) < drawn)
+    return _block_sums(torch.where(is_before | (weights > own), weights, 0.0))[:, -1]
+
+
+def _weights(logits: Tensor, best: Tensor, temperatures: list[float]) -> Tensor:
+    """exp((logits - best) / temperature), float32 [num_rows, vocab padded with zeros to whole blocks].
+
+    Whole blocks also put every row at the same alignment, so that its values do not depend on how many stand before it.
+    """
+    num_rows, vocab = logits.shape
+    weights = logits.new_zeros(num_rows, -(-vocab // _BLOCK) * _BLOCK)
+    scale = logits.new_tensor([max(temperature, _MIN_TEMPERATURE) for temperature in temperatures])
+    used = weights[:, :vocab]
+    torch.sub(logits, best[:, None], out=used)
+    used.div_(scale[:, None]).exp_()
+    return weights
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums of the blocks up to each one, float64 [num_rows, num_blocks].
+
+    The order of additions is the same however many rows there are; that of one sum over the vocabulary is not.
+    """
+    return weights.view(weights.shape[0], -1, _BLOCK).sum(-1).double().cumsum(-1)
+
+
+def _draw_from_all(weights: Tensor, sums: Tensor, uniforms: list[float]) -> list[int]:
+    """A token a row by its weight: first its block, then the token in it.
+
+    weights as from `_weights`; sums as from `_block_sums`.
+    """
+    target = sums.new_tensor(uniforms)[:, None] * sums[:, -1:]
+    block = torch.searchsorted(sums, target, right=True)  # [num_rows, 1]
+    before = torch.where(block > 0, sums.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    share = ((target - before) / (sums.gather(-1, block) - before)).clamp(max=_BELOW_ONE)
+    ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inner = weights.gather(-1, ids).double().cumsum(-1)
+    found = torch.searchsorted(inner, share * inner[:, -1:], right=True)
+    return [int(token) for token in ids.gather(-1, found).squeeze(-1).tolist()]
+
+
+def _invert(sums: Tensor, uniform: float) -> int:
+    """The first index whose sum lies above `uniform` of the whole; never one without weight. sums [count] float64."""
+    return int(torch.searchsorted(sums, uniform * sums[-1:], right=True))
+
+
+def _kept_ids(logits: Tensor, weights: Tensor, total: float, params: SamplingParams) -> Tensor:
+    """Ids that the filters leave. logits [vocab]; weights [vocab], the likeliest being 1; total, their sum.
+
+    top-k keeps the k likeliest, min-p those of at least min_p times the likeliest, top-p the fewest of what is left
+    whose renormalised sum reaches top_p. At least one stays. Only tokens that can stay are sorted.
+    """
+    is_top_k = 0 < params.top_k < logits.shape[0]
+    if is_top_k:
+        ids = logits.topk(params.top_k).indices
+        ids = ids[weights[ids] >= params.min_p]
+    elif params.min_p > 0.0:
+        ids = (weights >= params.min_p).nonzero().squeeze(-1)
+    else:
+        ids = _ids_reaching(weights, params.top_p * total)
+    if params.top_p >= 1.0:
+        return ids
+    ids = ids[logits[ids].argsort(descending=True, stable=True)]
+    sums = weights[ids].double().cumsum(-1)
+    mass = float(sums[-1]) if is_top_k or params.min_p > 0.0 else total
+    return ids[: int((sums < params.top_p * mass * (1 - _ROUNDING)).sum()) + 1]
+
+
+def _ids_reaching(weights: Tensor, mass: float) -> Tensor:
+    """Ids of the likeliest tokens, unsorted, whose weights sum to `mass` or more; not many more than needed."""
+    for floor in _FLOORS:
+        ids = (weights >= floor).nonzero().squeeze(-1)
+        if float(weights[ids].double().sum()) >= mass:
+            break
     return ids
 
 
-def _count_kept(probabilities: Tensor, vocab: int, top_k: int, params: SamplingParams) -> int | None:
-    """How many of the sorted probabilities stay; None if these are too few to tell.
-
-    top-k keeps the k likeliest, min-p those of at least min_p times the likeliest, top-p the fewest of what is left
-    whose renormalised sum reaches top_p. At least one stays.
-    """
-    count = probabilities.shape[0]
-    kept = min(top_k, count)
-    if params.min_p > 0.0:
-        kept = min(kept, int((probabilities >= params.min_p * probabilities[0]).sum()))
-    if params.top_p < 1.0:
-        if kept < count or top_k <= count:  # the other filters keep none beyond these
-            mass = probabilities[:kept].sum()
-        elif top_k == vocab and params.min_p <= 0.0:
-            mass = probabilities.new_tensor(1.0)
-        else:
-            return None
-        reached = probabilities[:kept].cumsum(-1) >= params.top_p * mass - 1e-12
-        if not bool(reached.any()):
-            return None
-        kept = int(reached.int().argmax()) + 1
-    return max(kept, 1)
+def _uniform(seed: int, position: int) -> float:
+    """A number from 0 to _BELOW_ONE."""
+    return (_mix(seed, position) >> 11) * 2.0**-52
 
 
 def _mix(seed: int, position: int) -> int:

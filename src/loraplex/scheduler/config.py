@@ -13,7 +13,8 @@ class SchedulerConfig:
     """Budgets of a step and bounds of the queue.
 
     `max_loras` bounds the distinct adapters of a step and reserves no memory. `adapter_patience_s`: how long a request
-    that waits for an adapter's turn may be overtaken by requests whose adapter already runs.
+    that waits for an adapter's turn may be overtaken by requests whose adapter already runs. The base may overtake it
+    after that as well.
     """
 
     max_model_len: int

@@ -4,6 +4,12 @@ One token budget serves prefill and decode: a step gives each running sequence i
 done, a chunk of the prompt where it is not. Order is first come, first served. When pages run out, idle adapters go
 first, then the youngest running sequence is preempted and later recomputed; the oldest always proceeds, so every
 request ends.
+
+A sequence whose adapter would be one too many is passed over. Once its patience has ended it is `aged`: none behind it
+starts on an adapter that runs, so no slot is held any longer than by those that hold it now. The base goes on, as it
+holds no slot, but leaves free the pages that the aged one needs. It cannot starve: a slot comes free when a sequence
+ends or is preempted, so a seat does too; from then on it is simply the first in the queue, and what does not fit stops
+the queue behind it.
 """
 
 from bisect import insort
@@ -131,7 +137,7 @@ class Scheduler:
         for seq in decodes + prefills:
             if budget == 0:
                 break
-            if seq.status is not SequenceStatus.RUNNING or not self._grow(seq, chunks):
+            if seq.status is not SequenceStatus.RUNNING or not self._grow(seq):
                 continue  # preempted, by an older one or for itself
             chunk = self._chunk(seq, budget)
             chunks.append(chunk)
@@ -144,8 +150,12 @@ class Scheduler:
         samples = seq.num_computed + num_tokens == seq.num_tokens
         return ScheduledChunk(seq.seq_id, seq.num_computed, num_tokens, samples, seq.adapter, seq.lease.pages)
 
-    def _grow(self, seq: Sequence, chunks: list[ScheduledChunk]) -> bool:
-        """Get pages for all its tokens, preempting the youngest until they are there; False if that is itself."""
+    def _grow(self, seq: Sequence) -> bool:
+        """Get pages for all its tokens, preempting the youngest until they are there; False if that is itself.
+
+        Only decodes grow, oldest first, and a prompt's pages are all there from its start. So a victim, which is
+        younger, has no chunk in this step yet.
+        """
         assert seq.lease is not None
         missing = self.geometry.pages_for_tokens(seq.num_tokens) - seq.lease.num_pages
         while missing > 0:
@@ -155,7 +165,6 @@ class Scheduler:
                 return True
             victim = self.running[-1]
             self._preempt(victim)
-            chunks[:] = [chunk for chunk in chunks if chunk.seq_id != victim.seq_id]
             if victim is seq:
                 return False
         return True
@@ -163,16 +172,17 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[ScheduledChunk], loads: list[AdapterLoad], now: float) -> None:
         """Start waiting sequences, oldest first, while budgets last."""
         active = {seq.adapter for seq in self.running if seq.adapter is not None}
-        may_overtake = True
+        aged: Sequence | None = None
         for seq in list(self.waiting):
             if budget == 0 or len(self.running) >= self.config.max_num_seqs:
                 return
             if seq.adapter is not None and seq.adapter not in active and len(active) >= self.config.max_loras:
-                may_overtake = may_overtake and self._is_patient(seq, now)
-                if not may_overtake:
-                    return
+                if not self._is_patient(seq, now):
+                    aged = aged or seq
                 continue
-            if not self._start(seq, loads):
+            if aged is not None and seq.adapter is not None:
+                continue  # it would hold its adapter's slot longer
+            if not self._start(seq, loads, self._spare_pages(aged)):
                 return
             if seq.adapter is not None:
                 active.add(seq.adapter)
@@ -180,18 +190,36 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.num_tokens
 
+    def _spare_pages(self, aged: Sequence | None) -> int:
+        """Pages that a start must leave free: one for each running sequence that may grow, and those that `aged` needs.
+
+        Without the first, what starts on the last page is preempted by the next step's growth, and recomputed.
+        """
+        growing = sum(self._can_grow(seq) for seq in self.running)
+        if aged is None:
+            return growing
+        return growing + self.geometry.pages_for_tokens(aged.num_tokens) + aged.adapter_pages
+
+    def _can_grow(self, seq: Sequence) -> bool:
+        assert seq.lease is not None
+        return self.geometry.pages_for_tokens(seq.max_len - 1) > seq.lease.num_pages  # its last token is never computed
+
     def _is_patient(self, seq: Sequence, now: float) -> bool:
         if seq.blocked_since_s is None:
             seq.blocked_since_s = now
         return now - seq.blocked_since_s < self.config.adapter_patience_s
 
-    def _start(self, seq: Sequence, loads: list[AdapterLoad]) -> bool:
-        """Lease pages for the adapter and the tokens so far; False, and nothing changed, when they do not fit."""
+    def _start(self, seq: Sequence, loads: list[AdapterLoad], spare_pages: int) -> bool:
+        """Lease pages for the adapter and the tokens so far; False, and nothing changed, when they do not fit.
+
+        They fit if `spare_pages` more could be made free beside them.
+        """
         kv_pages = self.geometry.pages_for_tokens(seq.num_tokens)
         is_cold = seq.adapter is not None and not self.residency.is_resident(seq.adapter)
         needed = kv_pages + (seq.adapter_pages if is_cold else 0)
-        if not self.residency.make_room(needed, keep=seq.adapter):
+        if not self.residency.can_make_room(needed + spare_pages, keep=seq.adapter):
             return False
+        self.residency.make_room(needed, keep=seq.adapter)
         if seq.adapter is not None:
             acquired = self.residency.acquire(seq.adapter, seq.adapter_pages)
             assert acquired is not None, "make_room promised the pages"

@@ -19,6 +19,11 @@ class ModelEntry(Protocol):
         """When it became callable, in unix seconds."""
         ...
 
+    @property
+    def declared_base(self) -> str | None:
+        """The base that the adapter's config names, if it names one."""
+        ...
+
 
 class ModelCatalog(Protocol):
     """Names that the `model` field may hold."""

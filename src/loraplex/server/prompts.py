@@ -1,28 +1,15 @@
 """From request fields to tokens and sampling parameters. The one choke point for every generating route."""
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 from loraplex.core import ChatMessage, ContextTooLong, EngineClient, InvalidRequest, SamplingParams, limits
 from loraplex.server.schema import ChatBody, CompletionBody, GenerationBody, Message
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-_LONG_CHARS = 4096  # about a millisecond of tokenising
-
-
-async def off_loop(num_chars: int, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Run `call` here if its text is short, else in a thread, so that a long text does not hold up other requests."""
-    return call(*args, **kwargs) if num_chars < _LONG_CHARS else await asyncio.to_thread(call, *args, **kwargs)
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as tokens. `text` is what `echo` returns."""
+    """One prompt as tokens. `text` is what `echo` returns, empty without it."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -88,6 +75,10 @@ def _sampling_params(
 
 def _logit_bias(given: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
     """Token ids are JSON keys, so strings; each must be the plain decimal form, which makes them unique."""
+    if len(given) > limits.MAX_LOGIT_BIAS:  # before the work of reading them
+        raise InvalidRequest(
+            f"logit_bias may have at most {limits.MAX_LOGIT_BIAS} entries, got {len(given)}.", "logit_bias"
+        )
     pairs: list[tuple[int, float]] = []
     for key, value in given.items():
         if len(key) > 10 or not key.isascii() or not key.isdigit() or str(int(key)) != key:
@@ -98,28 +89,52 @@ def _logit_bias(given: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
-def completion_prompts(engine: EngineClient, body: CompletionBody) -> tuple[Prompt, ...]:
-    """The prompts of a completion: a text, texts, token ids or lists of token ids. Raises InvalidRequest."""
-    given = body.prompt
-    several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
-    items = given if several and isinstance(given, list) else [given]
+def completion_items(given: object) -> list[object]:
+    """The prompts of a completion: texts, or lists that should hold token ids. Raises InvalidRequest."""
+    items = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
     if len(items) > limits.MAX_PROMPTS:
         raise InvalidRequest(f"prompt may have at most {limits.MAX_PROMPTS} entries, got {len(items)}.", "prompt")
     kind = type(items[0])
     if any(type(item) is not kind for item in items):
         raise InvalidRequest("prompt must be texts only or lists of token ids only.", "prompt")
-    return tuple(_completion_prompt(engine, item, body.add_special_tokens) for item in items)
+    return items
 
 
-def _completion_prompt(engine: EngineClient, item: object, add_special_tokens: bool) -> Prompt:
+def num_chars(items: Sequence[object]) -> int:
+    """Characters, or token ids, of a completion's prompts."""
+    return sum(len(item) for item in items if isinstance(item, str | list))
+
+
+def completion_prompts(
+    engine: EngineClient, items: Sequence[object], add_special_tokens: bool, echo: bool
+) -> tuple[Prompt, ...]:
+    """The prompts as tokens, with their text if it will be echoed. Raises InvalidRequest."""
+    return tuple(_completion_prompt(engine, item, add_special_tokens, echo) for item in items)
+
+
+def _completion_prompt(engine: EngineClient, item: object, add_special_tokens: bool, echo: bool) -> Prompt:
     if isinstance(item, str):
-        return Prompt(engine.encode(item, add_special_tokens), item)
+        return Prompt(engine.encode(item, add_special_tokens), item if echo else "")
     if not isinstance(item, list):
         raise InvalidRequest(f"prompt must be a text or a list, got {item!r:.80}.", "prompt")
     if len(item) > engine.max_model_len:
         raise _too_long(engine, f"The prompt has {len(item)} tokens", "prompt")
     token_ids = checked_token_ids(engine, item, "prompt")
-    return Prompt(token_ids, engine.decode(token_ids))
+    return Prompt(token_ids, engine.decode(token_ids) if echo else "")
+
+
+def text_of(engine: EngineClient, items: Sequence[object]) -> str:
+    """The text of token ids that a client gave. Raises InvalidRequest."""
+    return engine.decode(checked_token_ids(engine, items, "tokens"))
+
+
+def token_texts(engine: EngineClient, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token alone. Raises InvalidRequest for too many."""
+    limit = limits.MAX_DETOKENIZED_TOKENS
+    if len(token_ids) > limit:
+        message = f"return_token_strs is for at most {limit} tokens; the text has {len(token_ids)}."
+        raise InvalidRequest(message, "return_token_strs")
+    return [engine.decode((token,)) for token in token_ids]
 
 
 def checked_token_ids(engine: EngineClient, items: Sequence[object], param: str) -> tuple[int, ...]:
@@ -143,6 +158,11 @@ def chat_messages(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
         )
         for message in messages
     )
+
+
+def num_message_chars(messages: Sequence[Message]) -> int:
+    """Characters of all texts of a conversation."""
+    return sum(len(part.text) for message in messages for part in message.content)
 
 
 def chat_prompt(engine: EngineClient, body: ChatBody) -> Prompt:

@@ -36,7 +36,10 @@ async def create_completion(service: Service, http: Request) -> Response:
     adapter = _resolve(service, http, body.model)
     params = prompts.completion_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
-    given = await prompts.off_loop(_num_chars(body.prompt), prompts.completion_prompts, service.engine, body)
+    items = prompts.completion_items(body.prompt)
+    given = await service.texts.run(
+        prompts.num_chars(items), prompts.completion_prompts, service.engine, items, body.add_special_tokens, body.echo
+    )
     for prompt in given:
         prompts.check_fits(service.engine, prompt, params, "prompt")
     wording = CompletionFormat(want_logprobs=params.logprobs is not None)
@@ -50,19 +53,12 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
     adapter = _resolve(service, http, body.model)
     params = prompts.chat_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
-    num_chars = sum(len(part.text) for message in body.messages for part in message.content)
-    prompt = await prompts.off_loop(num_chars, prompts.chat_prompt, service.engine, body)
+    num_chars = prompts.num_message_chars(body.messages)
+    prompt = await service.texts.run(num_chars, prompts.chat_prompt, service.engine, body)
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     prompts.check_fits(service.engine, prompt, params, "messages", limit_param)
     wording = ChatFormat(want_logprobs=params.logprobs is not None)
     return await answer(service, http, Job((prompt,), params, adapter, wording, body.stream, _include_usage(body)))
-
-
-def _num_chars(prompt: object) -> int:
-    """Characters (or tokens) of a completion's prompts, to tell whether tokenising takes long."""
-    if isinstance(prompt, list):
-        return sum(_num_chars(item) for item in prompt)
-    return len(prompt) if isinstance(prompt, str) else 1
 
 
 def _include_usage(body: GenerationBody) -> bool:
@@ -97,7 +93,10 @@ async def get_model(service: Service, http: Request) -> Response:
 
 
 def _card(service: Service, model: str, entry: ModelEntry | None) -> Mapping[str, object]:
-    """A model card. `root` identifies the weights; it is never a path of the server."""
+    """A model card. `root` identifies the weights; it is never a path of the server.
+
+    `declared_base` is what the adapter's config says; nothing proves it, hence `base_verified`. Null for the base.
+    """
     base_name = service.engine.base.name
     return {
         "id": model,
@@ -107,6 +106,8 @@ def _card(service: Service, model: str, entry: ModelEntry | None) -> Mapping[str
         "root": entry.ref.digest if entry else base_name,
         "parent": base_name if entry else None,
         "version": entry.ref.version if entry else None,
+        "declared_base": entry.declared_base if entry else None,
+        "base_verified": False if entry else None,
         "max_model_len": service.engine.max_model_len,
     }
 
@@ -118,12 +119,15 @@ async def tokenize(service: Service, http: Request) -> Response:
     if body.model is not None:
         _resolve(service, http, body.model)
     if body.prompt is not None and not body.messages:
-        token_ids = await prompts.off_loop(len(body.prompt), engine.encode, body.prompt, body.add_special_tokens)
+        token_ids = await service.texts.run(len(body.prompt), engine.encode, body.prompt, body.add_special_tokens)
     elif body.messages and body.prompt is None:
-        token_ids = engine.encode_chat(prompts.chat_messages(body.messages), body.add_generation_prompt)
+        messages, num_chars = prompts.chat_messages(body.messages), prompts.num_message_chars(body.messages)
+        token_ids = await service.texts.run(num_chars, engine.encode_chat, messages, body.add_generation_prompt)
     else:
         raise InvalidRequest("Give either prompt or messages, and not an empty list.", "prompt")
-    strings = [engine.decode((token,)) for token in token_ids] if body.return_token_strs else None
+    strings = None
+    if body.return_token_strs:
+        strings = await service.texts.run(len(token_ids), prompts.token_texts, engine, token_ids)
     return JSONResponse(
         {
             "count": len(token_ids),
@@ -139,8 +143,8 @@ async def detokenize(service: Service, http: Request) -> Response:
     body = await read_body(http, DetokenizeBody, service.config.body_timeout_s)
     if body.model is not None:
         _resolve(service, http, body.model)
-    token_ids = prompts.checked_token_ids(service.engine, body.tokens, "tokens")
-    return JSONResponse({"prompt": service.engine.decode(token_ids)})
+    text = await service.texts.run(len(body.tokens), prompts.text_of, service.engine, body.tokens)
+    return JSONResponse({"prompt": text})
 
 
 async def health(service: Service, http: Request) -> Response:

@@ -3,12 +3,14 @@
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from socket import socket
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.service import Service
 
@@ -32,6 +34,20 @@ class RunConfig:
     backlog: int = 2048
 
 
+class _QuietCancel:
+    """ASGI layer right below uvicorn, which logs the whole stack of a request that the shutdown cancels.
+
+    By the time the cancellation comes here the client has been told and the request is logged.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):
+            await self._app(scope, receive, send)
+
+
 class LoraplexServer(uvicorn.Server):
     """uvicorn's server with our life cycle. `should_exit = True` from any thread stops it as SIGINT does."""
 
@@ -49,6 +65,12 @@ class LoraplexServer(uvicorn.Server):
         if self._on_ready is not None and self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_ready(str(host), int(port))
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Stop listening and wait for what runs; after a second signal only say how many requests it cuts off."""
+        await super().shutdown(sockets)
+        if self.force_exit and self.server_state.tasks:
+            self._service.log.error("requests_cut_off", num_requests=len(self.server_state.tasks))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler. Unlike uvicorn's it does not raise the signal again at the end: a clean stop exits with 0."""
@@ -68,7 +90,7 @@ class LoraplexServer(uvicorn.Server):
 def build_server(app: FastAPI, config: RunConfig, on_ready: OnReady | None = None) -> LoraplexServer:
     """A server ready to `run()`. `on_ready(host, port)` is called in its event loop once it listens."""
     uvicorn_config = uvicorn.Config(
-        app,
+        _QuietCancel(app),
         host=config.host,
         port=config.port,
         loop="auto",  # uvloop where it is installed

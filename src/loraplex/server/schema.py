@@ -181,4 +181,4 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = Field(default=None, max_length=limits.MAX_MODEL_NAME_CHARS)
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Annotated[list[int], FailFast()] = Field(max_length=limits.MAX_DETOKENIZED_TOKENS)

@@ -8,6 +8,7 @@ from loraplex.core import EngineClient
 from loraplex.server.catalog import ModelCatalog
 from loraplex.server.config import ServerConfig
 from loraplex.server.metrics import Metrics
+from loraplex.server.threads import TextThreads
 
 
 @dataclass(slots=True, eq=False)
@@ -28,3 +29,4 @@ class Service:
     log: FilteringBoundLogger
     created: int
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    texts: TextThreads = field(default_factory=TextThreads)

@@ -1,4 +1,5 @@
 // Paged attention and the fused operations around it.
+#include "attention_amx.h"
 #include "common.h"
 
 extern "C" {
@@ -159,11 +160,40 @@ extern "C" {
 
 // Causal attention of every row over the pages of its sequence, positions max(0, pos - window + 1) .. pos.
 // q [rows][kv_heads * groups][head_dim] at row stride ldq; window 0 is no window.
+//
+// With AMX, blocks of rows of one sequence; without, or for other head sizes, row by row.
 void lp_attention(void* pool, const bf16* q, i64 ldq, bf16* out, i64 ldo, const KvView* kv, i64 q_heads,
-                  const int32_t* row_seq, const int32_t* row_pos, i64 rows, i64 window, float scale) {
+                  const int32_t* row_seq, const int32_t* row_pos, i64 rows, i64 window, float scale, int has_amx) {
   const i64 groups = q_heads / kv->kv_heads;
   i64 work = 0;
   for (i64 r = 0; r < rows; r++) work += (row_pos[r] + 1) * q_heads * kv->head_dim;
+#if defined(__AMX_BF16__)
+  if (has_amx && kv->head_dim % 32 == 0 && kv->page_tokens % 16 == 0) {
+    const i64 block_rows = groups * amx::kRows <= amx::kMaxQueries ? amx::kRows : 1;
+    std::vector<i64> starts;  // first row of every block
+    for (i64 r = 0; r < rows; r++) {
+      const bool joins = r && row_seq[r] == row_seq[r - 1] && row_pos[r] == row_pos[r - 1] + 1 && r - starts.back() < block_rows;
+      if (!joins) starts.push_back(r);
+    }
+    const i64 blocks = (i64)starts.size();
+    starts.push_back(rows);
+    lp::parallel_for((lp::Pool*)pool, blocks * kv->kv_heads, 1, work, [&](i64 begin, i64 end) {
+      static thread_local amx::Scratch scratch;
+      for (i64 item = begin; item < end; item++) {
+        // Late blocks of a prompt see the most keys: they come first, so that none is left alone at the end.
+        const i64 block = blocks - 1 - item / kv->kv_heads, head = item % kv->kv_heads, row = starts[block];
+        const amx::Keys keys = {kv->pages + head * kv->head_dim, kv->page_table + row_seq[row] * kv->table_stride,
+                                kv->page_stride, kv->page_tokens, kv->kv_heads * kv->head_dim, kv->head_dim,
+                                kv->value_offset};
+        const i64 first = head * groups * kv->head_dim;
+        amx::attend_block(q + row * ldq + first, ldq, out + row * ldo + first, ldo, keys, starts[block + 1] - row, groups,
+                          row_pos[row], window, scale, scratch);
+      }
+      _tile_release();
+    });
+    return;
+  }
+#endif
   lp::parallel_for((lp::Pool*)pool, rows * kv->kv_heads, 2, work, [&](i64 begin, i64 end) {
     static thread_local std::vector<float> scratch;
     for (i64 item = begin; item < end; item++) {

@@ -4,7 +4,9 @@ The library has a plain C interface and no torch headers, so it builds in second
 kept in the user's cache folder under a name that covers sources, flags, compiler and processor.
 """
 
+import atexit
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -21,7 +23,7 @@ class NativeUnavailable(RuntimeError):
 
 
 SOURCES = ("gemm.cpp", "lora.cpp", "attention.cpp")
-HEADERS = ("common.h", "threads.h")
+HEADERS = ("attention_amx.h", "common.h", "threads.h")
 FLAGS = ("-O3", "-march=native", "-pthread", "-fPIC", "-std=c++17", "-w")
 REQUIRED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"})
 
@@ -55,7 +57,10 @@ def _cache_key(compiler: str, folder: Path) -> str:
 
 
 def build_library(cache_dir: Path | None = None) -> Path:
-    """Path of the library, built if this machine has not built these sources yet. Raises NativeUnavailable."""
+    """Path of the library, built if this machine has not built these sources yet. Raises NativeUnavailable.
+
+    Where the cache folder cannot be written, each process builds its own.
+    """
     missing = REQUIRED_CPU_FLAGS - cpu_flags()
     if missing:
         raise NativeUnavailable(
@@ -64,11 +69,34 @@ def build_library(cache_dir: Path | None = None) -> Path:
     folder = Path(__file__).parent
     compiler = find_compiler()
     cache = cache_dir or platformdirs.user_cache_path("loraplex") / "native"
-    target = cache / f"libloraplex-{_cache_key(compiler, folder)}.so"
+    name = f"libloraplex-{_cache_key(compiler, folder)}.so"
+    try:
+        return _build_in(cache, name, compiler, folder)
+    except OSError as error:
+        problem = f"{cache} ({error.strerror})"
+    try:
+        return _build_in(_private_folder(), name, compiler, folder)
+    except OSError as error:
+        raise NativeUnavailable(
+            f"The native CPU kernels can be written neither to {problem} nor to a temporary directory "
+            f"({error.strerror}); set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
+
+
+def _build_in(cache: Path, name: str, compiler: str, folder: Path) -> Path:
+    target = cache / name
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         _compile(compiler, folder, target)
     return target
+
+
+@functools.cache
+def _private_folder() -> Path:
+    """A folder that only this process uses, removed when it ends."""
+    path = tempfile.mkdtemp(prefix="loraplex-native-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
 
 
 def _compile(compiler: str, folder: Path, target: Path) -> None:

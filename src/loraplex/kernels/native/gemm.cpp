@@ -13,8 +13,6 @@ void* lp_pool_new(int threads) { return new lp::Pool(threads); }
 void lp_pool_free(void* pool) { delete (lp::Pool*)pool; }
 
 // ------------------------------------------------------------------------------------------------ capabilities
-int lp_has_avx512_bf16() { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw"); }
-
 // Ask the kernel for the AMX tile registers (once a process). 1 if they may be used.
 int lp_has_amx() {
 #if defined(__AMX_BF16__) && defined(__x86_64__)

@@ -8,6 +8,8 @@
 
 #include <linux/futex.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -66,6 +68,10 @@ class Pool {
   template <class Task>
   void run(const Task& task) {
     if (size_ == 1) return task(0);
+    if (busy_.exchange(true) || getpid() != owner_) {
+      fprintf(stderr, "loraplex: the kernels of one engine were entered from two threads, or after a fork\n");
+      abort();
+    }
     review();
     task_ = [](const void* t, int thread) { (*(const Task*)t)(thread); };
     argument_ = &task;
@@ -75,6 +81,7 @@ class Pool {
     task(0);
     for (uint32_t left; (left = pending_.load(std::memory_order_acquire)) != 0;)
       wait_change(pending_, left, pending_sleepers_, spin_ns_.load(std::memory_order_relaxed));
+    busy_.store(false);
   }
 
   // Inside a task: wait until every thread of the pool has come here.
@@ -119,6 +126,8 @@ class Pool {
   void (*task_)(const void*, int) = nullptr;
   const void* argument_ = nullptr;
   bool stop_ = false;
+  const pid_t owner_ = getpid();
+  std::atomic<bool> busy_{false};
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<int> epoch_sleepers_{0};
   alignas(64) std::atomic<uint32_t> pending_{0};

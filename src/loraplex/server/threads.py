@@ -1,0 +1,28 @@
+"""Threads for work on long texts."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+LONG_TEXT = 4096  # characters or tokens; about a millisecond of tokenising
+NUM_THREADS = 2
+
+
+class TextThreads:
+    """Two threads for long texts: they hold up no other request, and many at once do not take all cores."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="loraplex-text")
+
+    async def run(self, size: int, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """What `call` returns: made here if it deals with under LONG_TEXT characters or tokens, else in a thread."""
+        if size < LONG_TEXT:
+            return call(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))
