@@ -38,6 +38,8 @@ NUM_REQUESTS, PROMPT_LEN, OUTPUT_LEN = 16, 64, 64
 RANKS = (4, 8, 16, 32, 64)
 MIXED_RANKS = tuple(RANKS[i % len(RANKS)] for i in range(NUM_REQUESTS))
 PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=OUTPUT_LEN, temperature=1.0, top_p=0.95, seed=0, ignore_eos=True)
+LONG_PROMPT_LEN = 4000
 
 
 def write_adapter(directory: Path, base: Path, rank: int, seed: int) -> None:
@@ -77,13 +79,21 @@ class Ours:
         self.mixed = [LoRARequest(f"mixed{i}", i, str(folder / f"mixed{i}")) for i in range(NUM_REQUESTS)]
         self.prompts = make_prompts()
 
-    def run(self, lora: Any) -> float:
+    def run(self, lora: Any, params: SamplingParams = PARAMS) -> float:
         """Output tokens per second."""
         started = time.perf_counter()
-        outputs = self.llm.generate(self.prompts, PARAMS, lora)
+        outputs = self.llm.generate(self.prompts, params, lora)
         seconds = time.perf_counter() - started
         assert all(len(one.outputs[0].token_ids) == OUTPUT_LEN for one in outputs)
         return NUM_REQUESTS * OUTPUT_LEN / seconds
+
+    def long_prefill(self) -> float:
+        """Prompt tokens per second of one long prompt, to its first token."""
+        rng = random.Random(1)
+        prompt = [rng.randrange(1000, 40000) for _ in range(LONG_PROMPT_LEN)]
+        started = time.perf_counter()
+        self.llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0))
+        return LONG_PROMPT_LEN / (time.perf_counter() - started)
 
     def single_stream_tpot_ms(self) -> float:
         """Milliseconds a token of one request alone, after its first."""
@@ -225,7 +235,9 @@ def show(console: Console, results: dict[str, list[float]], figures: dict[str, A
     console.print(checks)
     console.print(
         f"byte model: 16 distinct at {figures['byte_model_distinct16_ratio']:.3f} of no adapter; "
-        f"measured {figures['distinct16_over_base']:.3f}",
+        f"measured {figures['distinct16_over_base']:.3f}\n"
+        f"no adapter, temperature 1 and top-p 0.95: {figures['base_sampled_tok_s']:.0f} tokens/s; a prompt of "
+        f"{LONG_PROMPT_LEN} tokens: {figures['long_prefill_tok_s']:.0f} prompt tokens/s",
         highlight=False,
     )
 
@@ -269,6 +281,8 @@ def main() -> None:
             "base": lambda: ours.run(None),
             "one": lambda: ours.run(ours.one),
             "distinct16": lambda: ours.run(ours.mixed),
+            "base_sampled": lambda: ours.run(None, SAMPLED),
+            "long_prefill": ours.long_prefill,
             "single_stream_tpot_ms": ours.single_stream_tpot_ms,
         }
         if not args.no_peft:
