@@ -17,7 +17,6 @@ from loraplex.core import (
     FinishReason,
     InvalidRequest,
     ModelNotFound,
-    Overloaded,
     Request,
     RequestId,
     RequestOutput,
@@ -150,7 +149,7 @@ def test_bad_requests_raise_at_the_first_step_of_the_stream(make_engine: MakeEng
         (ask((-1,)), InvalidRequest),
         (ask(()), InvalidRequest),
         (ask(adapter=AdapterRef("ghost", 1, "0" * 64)), ModelNotFound),  # type: ignore[arg-type]
-        (ask(params=SamplingParams(n=3)), Overloaded),
+        (ask(params=SamplingParams(n=3)), InvalidRequest),  # more than the queue ever holds
     ):
         with pytest.raises(error):
             within(collect(engine, bad))

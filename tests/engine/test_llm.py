@@ -16,7 +16,6 @@ from loraplex.core import (
     FinishReason,
     InvalidRequest,
     NonFiniteOutput,
-    Overloaded,
     RefusalReason,
 )
 
@@ -167,7 +166,7 @@ def test_more_prompts_than_the_queue_holds_are_all_answered(tiny_base: MakeBase)
     answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=2, n=2))
     assert [answer.prompt for answer in answers] == prompts
     assert all(len(output.token_ids) == 2 for answer in answers for output in answer.outputs)
-    with pytest.raises(Overloaded):
+    with pytest.raises(InvalidRequest, match="n is 5; the queue holds 4"):
         llm.generate("t1", SamplingParams(n=5))
     assert llm.generate("t3", GREEDY)
 
