@@ -16,12 +16,6 @@ const i64 kKeys = 128;        // keys of a block
 const i64 kRows = 32;         // rows of one sequence that are worked on together
 const i64 kMaxQueries = 512;  // rows by heads, at most
 
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {0};
-  uint16_t colsb[16] = {0};
-  uint8_t rows[16] = {0};
-};
-
 // Tiles: 0..3 sums, 4 left operand, 6 right operand.
 inline void configure(int query_rows) {
   alignas(64) TileConfig c;
@@ -127,15 +121,6 @@ inline void pack_values(const Keys& k, i64 first, i64 last, bf16* out) {
       }
 }
 
-inline void store_sum(int tile, float* to, i64 stride) {
-  switch (tile) {
-    case 0: _tile_stored(0, to, stride); break;
-    case 1: _tile_stored(1, to, stride); break;
-    case 2: _tile_stored(2, to, stride); break;
-    default: _tile_stored(3, to, stride);
-  }
-}
-
 // scores [16][128] = queries [16][head_dim] times packed keys.
 inline void score_tile(const bf16* queries, const bf16* keys, i64 head_dim, i64 num_keys, float* scores) {
   const i64 steps = head_dim / 32;
@@ -151,8 +136,8 @@ inline void score_tile(const bf16* queries, const bf16* keys, i64 head_dim, i64 
         _tile_dpbf16ps(1, 4, 7);
       }
     }
-    store_sum(0, scores + group * 16, kKeys * 4);
-    if ((group + 1) * 16 < num_keys) store_sum(1, scores + (group + 1) * 16, kKeys * 4);
+    store_tile(0, scores + group * 16, kKeys * 4);
+    if ((group + 1) * 16 < num_keys) store_tile(1, scores + (group + 1) * 16, kKeys * 4);
   }
 }
 
@@ -169,8 +154,8 @@ inline void value_tile(const bf16* weights, const bf16* values, i64 head_dim, i6
       _tile_loadd(7, values + (t * columns + c + 1) * 512, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
-    store_sum(0, out + c * 16, head_dim * 4);
-    store_sum(1, out + (c + 1) * 16, head_dim * 4);
+    store_tile(0, out + c * 16, head_dim * 4);
+    store_tile(1, out + (c + 1) * 16, head_dim * 4);
   }
 }
 

@@ -47,4 +47,23 @@ inline __m512 exp_nonpositive(__m512 x) {
   return _mm512_maskz_scalef_ps(live, p, n);
 }
 
+#if defined(__AMX_BF16__)
+// What _tile_loadconfig reads: rows and bytes a row of each tile.
+struct TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {0};
+  uint16_t colsb[16] = {0};
+  uint8_t rows[16] = {0};
+};
+
+// Write one of the tiles 0..3, rows `stride` bytes apart. The tile's number is part of the instruction.
+inline void store_tile(int tile, float* to, i64 stride) {
+  switch (tile) {
+    case 0: _tile_stored(0, to, stride); break;
+    case 1: _tile_stored(1, to, stride); break;
+    case 2: _tile_stored(2, to, stride); break;
+    default: _tile_stored(3, to, stride);
+  }
+}
+#endif
+
 }  // namespace

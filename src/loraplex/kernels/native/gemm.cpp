@@ -46,27 +46,12 @@ void lp_pack_weight(void* pool, const bf16* w, i64 n, i64 k, bf16* out) {
 }
 
 #if defined(__AMX_BF16__)
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {0};
-  uint16_t colsb[16] = {0};
-  uint8_t rows[16] = {0};
-};
-
 // Tiles 0..3 sums, 4..5 rows of x, 6..7 weights. m0 and m1 are the rows of the first and second block of x.
 static void configure_tiles(int m0, int m1) {
   alignas(64) TileConfig c;
   const int rows[8] = {m0, m0, m1 ? m1 : m0, m1 ? m1 : m0, m0, m1 ? m1 : m0, 16, 16};
   for (int i = 0; i < 8; i++) c.rows[i] = rows[i], c.colsb[i] = 64;
   _tile_loadconfig(&c);
-}
-
-static inline void store_sums(int tile, float* sums) {
-  switch (tile) {  // the tile number is part of the instruction
-    case 0: _tile_stored(0, sums, 64); break;
-    case 1: _tile_stored(1, sums + 256, 64); break;
-    case 2: _tile_stored(2, sums + 512, 64); break;
-    default: _tile_stored(3, sums + 768, 64);
-  }
 }
 
 // Write a 16-column block of fp32 sums to y (bf16 or fp32), adding the bias.
@@ -113,7 +98,7 @@ static inline void narrow_block(const bf16* x, i64 ldx, const bf16* w, i64 kbloc
       _tile_dpbf16ps(3, 4, 7);
     }
   }
-  for (int i = 0; i < 2 * panels; i++) store_sums(i, sums);
+  for (int i = 0; i < 2 * panels; i++) store_tile(i, sums + i * 256, 64);
 }
 
 // Two blocks of rows against one panel; sums 0,1 belong to the first rows, 2,3 to the second.
@@ -133,7 +118,7 @@ static inline void square_block(const bf16* x, i64 ldx, const bf16* w, i64 kbloc
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  for (int i = 0; i < 4; i++) store_sums(i, sums);
+  for (int i = 0; i < 4; i++) store_tile(i, sums + i * 256, 64);
 }
 
 // All rows against panels [p0, p1). Two blocks of 16 rows at a time while more than 16 are left.
