@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORPUS ?= ../shared/corpus
 STAMP := $(VENV)/.stamp
 
-.PHONY: venv demo test test-slow lint format corpus bench-cpu clean help
+.PHONY: venv demo test test-slow lint format corpus bench-cpu bench-gpu bench-gpu-try clean help
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
@@ -42,6 +42,21 @@ corpus: venv  ## Run the conformance corpus in CORPUS
 
 bench-cpu: venv  ## Measure throughput on the demo base beside PEFT
 	$(BIN)/python bench/bench_cpu.py
+
+# PYTHON_GPU needs the extra `cuda`, flashinfer-python and matplotlib beside a torch built for the GPU.
+PYTHON_GPU ?= $(BIN)/python
+
+bench-gpu:  ## Measure on one GPU: kernels, decode tax, mixed ranks, offline; then the summary
+	$(PYTHON_GPU) bench/bench_lora_kernels.py --out bench/results/h200_lora_kernels_$$(date +%F).json
+	$(PYTHON_GPU) bench/bench_decode_tax.py
+	$(PYTHON_GPU) bench/bench_mixed_ranks.py
+	$(PYTHON_GPU) bench/bench_offline.py
+	$(PYTHON_GPU) bench/make_h200_summary.py
+
+bench-gpu-try: venv  ## Run the GPU benchmarks of the engine on a tiny base on the CPU: no figures
+	$(BIN)/python bench/bench_decode_tax.py --tiny --batch 8 --output-len 8 --repeats 1
+	$(BIN)/python bench/bench_mixed_ranks.py --tiny --batch 8 --output-len 8 --repeats 1
+	$(BIN)/python bench/bench_offline.py --tiny --batch 8 --output-len 8 --repeats 1
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

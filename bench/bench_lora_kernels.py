@@ -1,26 +1,42 @@
 """LoRA kernels alone on Llama-3-8B shapes (BENCH.md P1): shrink and expand of 32 layers in one CUDA graph.
 
 Batch 64, rank 16 on all seven projections, bfloat16, random weights scattered over a page pool of 64 adapters. Checks
-against float64 first, searches tile sizes for each fused linear, then times the whole with 1, 8, 32 and 64 distinct
-adapters, alone and beside the base products on a second stream. The last line of output is one JSON object.
+against float64 first, times tile sizes for each fused linear (`--search`), then the whole with 1, 8, 32 and 64 distinct
+adapters: alone, and beside the base products on a second stream in several arrangements. The last line of output is one
+JSON object.
 
-Usage: python bench/bench_lora_kernels.py [--quick] [--out FILE]
+Usage: python bench/bench_lora_kernels.py [--search] [--out FILE]
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 
 import loraplex  # noqa: F401  (before torch)
 from loraplex.kernels import LoraBatch, LoraSite
-from loraplex.kernels.gpu import BoundLora, Tiles, add_lora, bind
+from loraplex.kernels.gpu import (
+    DECODE_ROWS,
+    BoundLora,
+    Tiles,
+    WorkItems,
+    choose_tiles,
+    lora_delta,
+    plan_items,
+)
 
 LAYERS, HIDDEN, INNER, KV = 32, 4096, 14336, 1024
 GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
@@ -29,9 +45,13 @@ GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
     "gate_up": (HIDDEN, (INNER, INNER)),
     "down": (INNER, (HIDDEN,)),
 }
+NAMES = tuple(GROUPS)
 BATCH, RANK, ADAPTERS, DISTINCT = 64, 16, 64, (1, 8, 32, 64)
-MAX_SPLITS = 64  # room for partial sums
+PART_ELEMS = 3 * 64 * BATCH * 16 * 16  # room for any tiles
+OTHER_ROWS = 16  # another size of block than DECODE_ROWS
 READ_TB_S = 4.38  # measured read bandwidth of an H200 here
+Run = Callable[[], None]
+TileTable = dict[str, Tiles]
 
 
 @dataclass
@@ -77,23 +97,54 @@ def make_tables(shapes: Shapes, rng: np.random.Generator) -> LoraBatch:
     )
 
 
-def mix(tables: LoraBatch, distinct: int) -> BoundLora:
+def row_counts(distinct: int) -> list[int]:
     """Batch rows spread evenly over `distinct` adapters."""
-    counts = [BATCH // distinct + (i < BATCH % distinct) for i in range(distinct)]
-    starts = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
-    batch = replace(tables, seg_start=starts, seg_slot=torch.arange(distinct, dtype=torch.int32))
-    return bind(batch, BATCH, MAX_SPLITS, capacity=BATCH)
+    return [BATCH // distinct + (i < BATCH % distinct) for i in range(distinct)]
 
 
-def graph_ms(run: Any, repeats: int = 20) -> tuple[float, float]:
+class Mixes:
+    """Work lists of every mix on the device, and how long planning one takes."""
+
+    def __init__(self, tables: LoraBatch, num_sites: int) -> None:
+        self.tables = tables
+        self.num_sites = num_sites
+        self.part = torch.full((PART_ELEMS,), float("nan"), device="cuda")
+
+    def _empty(self, device: str) -> WorkItems:
+        return WorkItems.empty(self.num_sites, BATCH, BATCH, device, pin_memory=device == "cpu", align=8)
+
+    def bind(self, distinct: int, block_rows: int = DECODE_ROWS, num_programs: int | None = None) -> BoundLora:
+        """A mix with as many programs as items, unless `num_programs` says how many."""
+        starts = torch.tensor(np.cumsum([0, *row_counts(distinct)]), dtype=torch.int32)
+        batch = replace(self.tables, seg_start=starts, seg_slot=torch.arange(distinct, dtype=torch.int32))
+        host, items = self._empty("cpu"), self._empty("cuda")
+        longest = plan_items(batch, BATCH, block_rows, host)
+        items.copy_(host, longest)
+        torch.cuda.synchronize()
+        return BoundLora(self.tables.pages, items, self.part, block_rows, num_programs or longest)
+
+    def plan_ms(self, distinct: int) -> float:
+        """Host time of planning and enqueueing the copy, median."""
+        starts = torch.tensor(np.cumsum([0, *row_counts(distinct)]), dtype=torch.int32)
+        batch = replace(self.tables, seg_start=starts, seg_slot=torch.arange(distinct, dtype=torch.int32))
+        host, items, times = self._empty("cpu"), self._empty("cuda"), []
+        for _ in range(20):
+            start = time.perf_counter()
+            items.copy_(host, plan_items(batch, BATCH, DECODE_ROWS, host))
+            times.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+        return 1e3 * statistics.median(times)
+
+
+def graph_ms(run: Run, repeats: int = 20, priority: int = 0) -> tuple[float, float]:
     """Median and spread of replays of one graph, milliseconds."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=priority)):
         run()
     for _ in range(3):
         graph.replay()
@@ -108,18 +159,17 @@ def graph_ms(run: Any, repeats: int = 20) -> tuple[float, float]:
     return statistics.median(times), max(times) - min(times)
 
 
-def check(shapes: Shapes, tables: LoraBatch) -> float:
-    """Largest relative error against float64 over groups and mixes."""
-    worst = 0.0
+def check(shapes: Shapes, mixes: Mixes, tiles: TileTable) -> float:
+    """Largest relative error against float64 over groups and mixes; says where other blocks give other bits."""
+    worst, tables = 0.0, mixes.tables
     for distinct in DISTINCT:
-        bound = mix(tables, distinct)
-        counts = [BATCH // distinct + (i < BATCH % distinct) for i in range(distinct)]
-        starts = [0, *np.cumsum(counts).tolist()]
+        bound = mixes.bind(distinct)
+        starts = [0, *np.cumsum(row_counts(distinct)).tolist()]
         for name, (d_in, widths) in GROUPS.items():
             sites = shapes.sites[LAYERS - 1, name]
             x = torch.randn(BATCH, d_in, device="cuda").bfloat16()
-            y = torch.randn(BATCH, sum(widths), device="cuda").bfloat16()
-            exact = y.double()
+            delta = torch.full((BATCH, sum(widths)), float("nan"), device="cuda").bfloat16()
+            exact = torch.zeros(BATCH, sum(widths), device="cuda", dtype=torch.float64)
             for slot in range(distinct):
                 rows = slice(starts[slot], starts[slot + 1])
                 for site in sites:
@@ -128,13 +178,40 @@ def check(shapes: Shapes, tables: LoraBatch) -> float:
                     a = tables.pages[at : at + RANK * site.d_in].view(RANK, -1).double()
                     b = tables.pages[bt : bt + RANK * site.d_out].view(RANK, -1).double()
                     cols = slice(site.out_offset, site.out_offset + site.d_out)
-                    exact[rows, cols] += 2.0 * (x[rows].double() @ a.T) @ b
-            delta = exact - y.double()
-            before = y.double()
-            add_lora(y, x, sites, bound)
-            error = ((y.double() - before - delta).norm() / delta.norm()).item()
-            worst = max(worst, error)
+                    exact[rows, cols] = 2.0 * (x[rows].double() @ a.T) @ b
+            mixes.part.fill_(float("nan"))
+            lora_delta(delta, x, sites, bound, tiles[name])
+            again = torch.full_like(delta, float("nan"))
+            lora_delta(again, x, sites, mixes.bind(distinct, OTHER_ROWS), tiles[name])
+            if not torch.equal(again, delta):
+                print(f"  {name}: other bits in blocks of {OTHER_ROWS} rows")
+            worst = max(worst, ((delta.double() - exact).norm() / exact.norm()).item())
     return worst
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the LoRA kernels stand beside the base products."""
+
+    pdl: str = "none"  # programmatic dependent launch of: none, expand (when shrink ends: late), both
+    first: str = "lora"  # which is launched first; serial: in one stream, the base after
+    side: int = 0  # priorities of the side and the main stream
+    main: int = 0
+
+    def tiles(self, tiles: Tiles) -> Tiles:
+        early = self.pdl != "late"
+        return replace(tiles, shrink_pdl=self.pdl == "both", expand_pdl=self.pdl != "none", pdl_early=early)
+
+
+ARRANGEMENTS = [
+    Arrangement(),
+    Arrangement("both"),
+    Arrangement("both", "base"),
+    Arrangement("none", "base", main=-5),
+    Arrangement("late", "base", main=-5),
+    Arrangement("both", "base", main=-5),
+    Arrangement("both", "serial"),
+]
 
 
 class Workload:
@@ -144,40 +221,72 @@ class Workload:
         self.shapes = shapes
         self.x = {d: torch.randn(BATCH, d, device="cuda").bfloat16() for d in (HIDDEN, INNER)}
         self.y = {name: torch.zeros(BATCH, sum(w), device="cuda").bfloat16() for name, (_, w) in GROUPS.items()}
+        self.delta = {name: torch.zeros_like(y) for name, y in self.y.items()}
         self.weights = {
             name: [(torch.randn(sum(w), d, device="cuda") * 0.02).bfloat16() for _ in range(LAYERS)]
             for name, (d, w) in GROUPS.items()
         }
+        self.tiny = torch.zeros(32, device="cuda")
 
-    def lora(self, bound: BoundLora, names: tuple[str, ...], tiles: dict[str, Tiles]) -> Any:
+    def _pair(self, layer: int, name: str, bound: BoundLora, tiles: TileTable) -> None:
+        x, sites = self.x[GROUPS[name][0]], self.shapes.sites[layer, name]
+        lora_delta(self.delta[name], x, sites, bound, tiles[name])
+
+    def lora(self, bound: BoundLora, tiles: TileTable, names: tuple[str, ...] = NAMES) -> Run:
         def run() -> None:
             for layer in range(LAYERS):
                 for name in names:
-                    x = self.x[GROUPS[name][0]]
-                    add_lora(self.y[name], x, self.shapes.sites[layer, name], bound, tiles[name])
+                    self._pair(layer, name, bound, tiles)
 
         return run
 
-    def base(self, bound: BoundLora | None, tiles: dict[str, Tiles]) -> Any:
-        """Base products; with `bound`, LoRA beside each on a second stream into a buffer of its own."""
-        side = torch.cuda.Stream()
-        delta = {name: torch.zeros_like(y) for name, y in self.y.items()}
+    def base(self) -> Run:
+        def run() -> None:
+            for layer in range(LAYERS):
+                for name in NAMES:
+                    self._product(layer, name)
+
+        return run
+
+    def _product(self, layer: int, name: str) -> None:
+        torch.mm(self.x[GROUPS[name][0]], self.weights[name][layer].T, out=self.y[name])
+
+    def beside(self, how: Arrangement, work: Callable[[int, str], None]) -> Run:
+        """Base products with `work` of each linear on a second stream, joined before the next linear."""
+        side = torch.cuda.Stream(priority=how.side)
 
         def run() -> None:
             main = torch.cuda.current_stream()
             for layer in range(LAYERS):
-                for name in GROUPS:
-                    x = self.x[GROUPS[name][0]]
-                    if bound is not None:
-                        side.wait_stream(main)
-                        with torch.cuda.stream(side):
-                            sites = self.shapes.sites[layer, name]
-                            add_lora(delta[name], x, sites, bound, tiles[name])
-                    torch.mm(x, self.weights[name][layer].T, out=self.y[name])
-                    if bound is not None:
-                        main.wait_stream(side)
+                for name in NAMES:
+                    if how.first == "serial":
+                        work(layer, name)
+                        self._product(layer, name)
+                        continue
+                    side.wait_stream(main)
+                    if how.first == "base":
+                        self._product(layer, name)
+                    with torch.cuda.stream(side):
+                        work(layer, name)
+                    if how.first == "lora":
+                        self._product(layer, name)
+                    main.wait_stream(side)
 
         return run
+
+    def overlapped(self, bound: BoundLora, tiles: TileTable, how: Arrangement) -> float:
+        chosen = {name: how.tiles(t) for name, t in tiles.items()}
+        run = self.beside(how, lambda layer, name: self._pair(layer, name, bound, chosen))
+        return graph_ms(run, 12, how.main)[0]
+
+    def fork_and_join(self) -> float:
+        """Base products with two empty kernels beside each: what the arrangement itself costs."""
+
+        def work(layer: int, name: str) -> None:
+            self.tiny.add_(1)
+            self.tiny.add_(1)
+
+        return graph_ms(self.beside(Arrangement(), work))[0]
 
 
 def floor_ms(names: tuple[str, ...], distinct: int) -> float:
@@ -185,87 +294,154 @@ def floor_ms(names: tuple[str, ...], distinct: int) -> float:
     return 2 * elems * LAYERS * distinct / (READ_TB_S * 1e9)
 
 
-def candidates(name: str, quick: bool) -> list[Tiles]:
+def _default(name: str) -> Tiles:
+    d_in, widths = GROUPS[name]
+    return choose_tiles(d_in, sum(widths), pdl=True)
+
+
+def candidates(name: str) -> list[Tiles]:
     """Shrink variants with one expand, then expand variants with one shrink."""
-    shrinks = [(512, 1, 2), (512, 1, 4), (1024, 1, 4), (256, 1, 1)]
-    expands = [(256, 1), (512, 2), (1024, 4), (128, 1)]
-    if quick:
-        shrinks, expands = shrinks[:2], expands[:2]
-    base = Tiles(*shrinks[0][:2], expands[0][0], shrinks[0][2], expands[0][1], pdl=True)
-    found = [replace(base, block_k=k, loops=n, shrink_warps=w) for k, n, w in shrinks]
-    plain = replace(base, pdl=False)
-    return [*found, *(replace(base, block_n=n, expand_warps=w) for n, w in expands[1:]), plain]
+    base = _default(name)
+    # Slice of K, groups, registers; columns, warps, registers.
+    shrinks = [(512, 2, None), (512, 4, None), (1024, 4, None), (1024, 4, 96), (2048, 8, None)]
+    expands = [(256, 1, None), (256, 1, 160), (128, 1, None), (512, 4, None)]
+    found = [replace(base, block_k=k, groups=g, shrink_registers=r) for k, g, r in shrinks]
+    found += [replace(base, block_n=n, expand_warps=w, expand_registers=r) for n, w, r in expands]
+    return list(dict.fromkeys([base, *found]))
 
 
-def _shrink_of(tiles: Tiles) -> tuple[int, int, int]:
-    return tiles.block_k, tiles.loops, tiles.shrink_warps
+def _shrink_of(tiles: Tiles) -> tuple[int | None, ...]:
+    return tiles.block_k, tiles.groups, tiles.shrink_registers
 
 
-def search(work: Workload, bounds: dict[int, BoundLora], quick: bool) -> tuple[dict[str, Tiles], dict[str, Any]]:
-    """Best shrink and best expand tiles for each group, by the sum of relative times over the mixes."""
-    chosen, log = {}, {}
-    for name in GROUPS:
-        rows = []
-        for tiles in candidates(name, quick):
+def _expand_of(tiles: Tiles) -> tuple[int | None, ...]:
+    return tiles.block_n, tiles.expand_warps, tiles.expand_registers
+
+
+def compile_one(name: str, tiles: Tiles, block_rows: int) -> None:
+    """Compile a variant into Triton's cache on disk: a launch with empty lists."""
+    d_in, widths = GROUPS[name]
+    sites = make_shapes().sites[0, name]
+    items = WorkItems.empty(7 * LAYERS, BATCH, BATCH, "cuda", align=8)
+    part = torch.empty(PART_ELEMS, device="cuda")
+    pages = torch.empty(64, dtype=torch.bfloat16, device="cuda")
+    x, delta = (torch.empty(BATCH, d, dtype=torch.bfloat16, device="cuda") for d in (d_in, sum(widths)))
+    lora_delta(delta, x, sites, BoundLora(pages, items, part, block_rows, 1), tiles)
+    torch.cuda.synchronize()
+
+
+def compile_all(variants: list[tuple[str, Tiles, int]]) -> None:
+    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_one, *variant) for variant in variants]
+        for job, variant in zip(jobs, variants, strict=True):
+            if error := job.exception():
+                print(f"  {variant}: {type(error).__name__} {str(error)[:200]}")
+
+
+def search(work: Workload, bounds: dict[int, BoundLora]) -> tuple[TileTable, list[dict[str, Any]]]:
+    """Best shrink and best expand for each group, by the sum of relative times over the mixes."""
+    chosen, log = {}, []
+    for name in NAMES:
+        times: dict[Tiles, dict[int, float]] = {}
+        for tiles in candidates(name):
             try:
-                ms = {d: graph_ms(work.lora(bounds[d], (name,), {name: tiles}), 8)[0] for d in DISTINCT}
+                ms = {d: graph_ms(work.lora(bounds[d], {name: tiles}, (name,)), 8)[0] for d in DISTINCT}
             except Exception as error:  # a shape that the compiler or the chip does not take
                 print(f"  {name} {tiles}: {type(error).__name__} {str(error)[:150]}")
                 continue
-            rows.append((tiles, ms))
-            print(f"  {name:8} {tiles} " + " ".join(f"{d}:{v:.3f}" for d, v in ms.items()), flush=True)
-        best = {d: min(ms[d] for _, ms in rows) for d in DISTINCT}
-        first = rows[0][0]
-
-        def cost(row: tuple[Tiles, dict[int, float]], best: dict[int, float] = best) -> float:
-            return sum(row[1][d] / best[d] for d in DISTINCT)
-
-        rows_pdl = [r for r in rows if r[0].pdl]
-        shrink_rows = [r for r in rows_pdl if (r[0].block_n, r[0].expand_warps) == (first.block_n, first.expand_warps)]
-        expand_rows = [r for r in rows_pdl if (r[0].block_k, r[0].loops, r[0].shrink_warps) == _shrink_of(first)]
-        s, e = min(shrink_rows, key=cost)[0], min(expand_rows, key=cost)[0]
-        chosen[name] = replace(s, block_n=e.block_n, expand_warps=e.expand_warps)
-        log[name] = [(str(tiles), ms) for tiles, ms in rows]
+            label = f"{name:8} shrink {_shrink_of(tiles)} expand {_expand_of(tiles)}"
+            print(f"  {label} " + " ".join(f"{d}:{v:.3f}" for d, v in ms.items()), flush=True)
+            log.append({"linear": name, "tiles": str(tiles), "ms": ms})
+            times[tiles] = ms
+        base = candidates(name)[0]
+        best = {d: min(ms[d] for ms in times.values()) for d in DISTINCT}
+        cost = {tiles: sum(ms[d] / best[d] for d in DISTINCT) for tiles, ms in times.items()}
+        shrink = _shrink_of(min((t for t in cost if _expand_of(t) == _expand_of(base)), key=cost.__getitem__))
+        expand = _expand_of(min((t for t in cost if _shrink_of(t) == _shrink_of(base)), key=cost.__getitem__))
+        chosen[name] = replace(
+            base,
+            **dict(zip(("block_k", "groups", "shrink_registers"), shrink, strict=True)),
+            **dict(zip(("block_n", "expand_warps", "expand_registers"), expand, strict=True)),
+        )
     return chosen, log
+
+
+def measure(work: Workload, mixes: Mixes, tiles: TileTable, result: dict[str, Any]) -> None:
+    """The whole, alone and beside the base products, into `result`."""
+    base_ms, base_spread = graph_ms(work.base())
+    fork_ms = work.fork_and_join()
+    result |= {"base_matmul_ms": base_ms, "base_spread_ms": base_spread, "fork_and_join_ms": fork_ms}
+    print(f"base products {base_ms:.3f} ms; with empty kernels beside them {fork_ms / base_ms:.3f} of that")
+    keys = ("lora_kernels_ms", "no_pdl_ms", "spread_ms", "floor_ms", "plan_ms", "by_programs_ms", "over_base")
+    result |= {key: {} for key in keys}
+    plain = {name: replace(t, shrink_pdl=False, expand_pdl=False) for name, t in tiles.items()}
+    print("distinct  kernels ms  spread  floor ms  share  without PDL  plan ms  by programs")
+    for d in DISTINCT:
+        bound = mixes.bind(d)
+        ms, spread = graph_ms(work.lora(bound, tiles))
+        no_pdl, _ = graph_ms(work.lora(bound, plain))
+        by = {n: graph_ms(work.lora(replace(bound, num_programs=n), tiles), 8)[0] for n in (8, 16, 32, 64)}
+        values = (ms, no_pdl, spread, floor_ms(NAMES, d), mixes.plan_ms(d), by)
+        for key, value in zip(keys, values, strict=False):
+            result[key][str(d)] = value
+        line = f"{d:8}  {ms:10.3f}  {spread:6.3f}  {values[3]:8.3f}  {values[3] / ms:5.2f}  {no_pdl:11.3f}"
+        print(f"{line}  {values[4]:7.2f}  " + " ".join(f"{n}:{v:.3f}" for n, v in by.items()), flush=True)
+    print("beside the base products, over base alone: " + " ".join(map(str, DISTINCT)))
+    bases = [base_ms]
+    for how in ARRANGEMENTS:
+        both = {str(d): work.overlapped(mixes.bind(d), tiles, how) for d in DISTINCT}
+        bases.append(graph_ms(work.base())[0])
+        near = (bases[-2] + bases[-1]) / 2  # the chip's clock drifts: base just before and just after
+        result["over_base"][str(how)] = {d: ms / near for d, ms in both.items()}
+        label = f"pdl {how.pdl:6} first {how.first:6} priority {how.side:2} {how.main:2}"
+        print(f"  {label}  " + " ".join(f"{ms / near:.3f}" for ms in both.values()) + f"  base {near:.3f}", flush=True)
+    result["base_matmul_ms_all"] = bases
+
+
+def commit() -> str:
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two candidates a launch")
+    parser.add_argument("--search", action="store_true", help="time other tile sizes first")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
     torch.manual_seed(0)
+    tiles = {name: _default(name) for name in NAMES}
+    started = time.monotonic()
+    variants = [(name, t, rows) for name, t in tiles.items() for rows in (DECODE_ROWS, OTHER_ROWS)]
+    if args.search:
+        variants = [(n, t, DECODE_ROWS) for n in NAMES for t in candidates(n)]
+    compile_all(variants)
+    print(f"{len(variants)} variants compiled in {time.monotonic() - started:.0f} s", flush=True)
     shapes = make_shapes()
-    tables = make_tables(shapes, np.random.default_rng(0))
-    error = check(shapes, tables)
-    print(f"relative error against float64: {error:.2e}", flush=True)
+    mixes = Mixes(make_tables(shapes, np.random.default_rng(0)), shapes.num_sites)
+    result: dict[str, Any] = {"rel_err": check(shapes, mixes, tiles)}
+    print(f"relative error against float64: {result['rel_err']:.2e}", flush=True)
     work = Workload(shapes)
-    bounds = {d: mix(tables, d) for d in DISTINCT}
-    chosen, log = search(work, bounds, args.quick)
-    names = tuple(GROUPS)
-    base_ms, base_spread = graph_ms(work.base(None, chosen))
-    result: dict[str, Any] = {"rel_err": error, "base_matmul_ms": base_ms, "base_spread_ms": base_spread}
-    result |= {"lora_kernels_ms": {}, "spread_ms": {}, "floor_ms": {}, "overlapped_ms": {}, "overlapped_over_base": {}}
-    print("distinct  kernels ms  spread  floor ms  share  beside base ms  over base")
-    for d in DISTINCT:
-        ms, spread = graph_ms(work.lora(bounds[d], names, chosen))
-        both, _ = graph_ms(work.base(bounds[d], chosen))
-        result["lora_kernels_ms"][str(d)], result["spread_ms"][str(d)] = ms, spread
-        result["floor_ms"][str(d)] = floor_ms(names, d)
-        result["overlapped_ms"][str(d)], result["overlapped_over_base"][str(d)] = both, both / base_ms
-        figures = f"{ms:10.3f}  {spread:6.3f}  {floor_ms(names, d):8.3f}  {floor_ms(names, d) / ms:5.2f}"
-        print(f"{d:8}  {figures}  {both:14.3f}  {both / base_ms:9.3f}")
+    if args.search:
+        bounds = {d: mixes.bind(d) for d in DISTINCT}
+        found, result["search"] = search(work, bounds)
+        result["search_best"] = {name: str(t) for name, t in found.items()}
+        print("best by the search: " + "; ".join(f"{n} {_shrink_of(t)} {_expand_of(t)}" for n, t in found.items()))
+    measure(work, mixes, tiles, result)
     result |= {
-        "tiles": {name: str(tiles) for name, tiles in chosen.items()},
-        "search": log,
+        "tiles": {name: str(t) for name, t in tiles.items()},
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "command": "python bench/bench_lora_kernels.py",
+        "triton": triton.__version__,
+        "commit": commit(),
+        "command": "python " + " ".join(sys.argv),
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "search"}))
+    print(json.dumps({k: v for k, v in result.items() if k not in ("search", "over_base", "by_programs_ms")}))
 
 
 if __name__ == "__main__":

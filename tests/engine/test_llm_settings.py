@@ -47,7 +47,7 @@ def test_defaults() -> None:
         ("trust_remote_code", True, "never run"),
         ("quantization", "awq", "plain float"),
         ("enforce_eager", "yes", "leave it out"),
-        ("gpu_memory_utilization", 1.5, "memory_bytes"),
+        ("gpu_memory_utilization", 1.5, "at most 1"),
         ("max_cpu_loras", -1, "leave it out"),
         ("kv_cache_dtype", "fp8", "dtype"),
         ("enable_prefix_caching", True, "no prefix cache"),

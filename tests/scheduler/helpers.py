@@ -108,6 +108,7 @@ class Driver:
             seq = self.scheduler.sequences.get(chunk.seq_id)
             if chunk.samples and seq is not None:
                 tokens[chunk.seq_id] = next_token(seq.token_ids, chunk.adapter)
+        self.scheduler.advance(plan)
         committed = self.scheduler.commit(plan, tokens)
         self.scheduler.check_invariants()
         assert [(entry.seq_id, entry.token_id) for entry in committed] == list(tokens.items())

@@ -31,6 +31,7 @@ def feed(scheduler: Scheduler, token: int) -> Committed:
     """One step of a scheduler with one sequence, which draws `token`."""
     plan = scheduler.schedule(0.0)
     assert plan is not None
+    scheduler.advance(plan)
     (committed,) = scheduler.commit(plan, {chunk.seq_id: token for chunk in plan.chunks})
     return committed
 
@@ -441,6 +442,7 @@ def test_finish_between_plan_and_commit_books_nothing_for_it() -> None:
     plan = driver.plan()
     assert plan is not None
     driver.scheduler.finish(first.seq_id, FinishReason.ABORT)
+    driver.scheduler.advance(plan)
     committed = driver.scheduler.commit(plan, {first.seq_id: 3, second.seq_id: 4})
     assert [entry.seq_id for entry in committed] == [second.seq_id]
     assert (first.num_output_tokens, first.finish_reason) == (0, FinishReason.ABORT)

@@ -83,7 +83,8 @@ def launch(
         from loraplex.server import create_app
 
         base = load_base(base_dir, engine_config, name=name, progress=progress)
-    engine = Engine(base)
+    with progress_bar(console, "Capturing CUDA graphs") as progress:
+        engine = Engine(base, progress=progress)
     models = ServedModels(engine, AdapterLimits(max_rank=engine_config.max_lora_rank))
     with progress_bar(console, "Loading adapters") as progress:
         for done, module in enumerate(modules, start=1):

@@ -20,11 +20,19 @@ _Key = typer.Option(envvar="LORAPLEX_API_KEY", help="Bearer key for all routes b
 _EnableLora = typer.Option("--enable-lora", help="Accepted for vLLM's sake; adapters are always enabled.")
 _MaxLoras = typer.Option(help="Most distinct adapters in one step; reserves no memory.", min=1)
 _MaxRank = typer.Option(help="Refuse adapters of a higher rank; reserves no memory.", min=1)
-_Memory = typer.Option(help="Memory of the pool, for example 2G; --kv-pages goes first.")
+_Memory = typer.Option(
+    help="Memory of the pool, for example 2G; --kv-pages goes first. Default: 1G on the CPU, on a GPU what "
+    "--gpu-memory-utilization leaves beside the base."
+)
+_Share = typer.Option(help="Share of the GPU's memory to use for base, workspace and pool.")
+_Device = typer.Option(help="auto, cpu, cuda or cuda:<number>; auto takes a GPU where there is one.")
+_Budget = typer.Option(help="Token budget of one step; default: 512 on the CPU, 2048 on a GPU.", min=1)
 _MaxLen = typer.Option(
     help="Most tokens of prompt and output; default: the model's context, or less if the pool holds less.", min=1
 )
-_MaxSeqs = typer.Option(help="Most sequences in one step; default: 64, or the token budget if that is less.", min=1)
+_MaxSeqs = typer.Option(
+    help="Most sequences in one step; default: 64 on the CPU, 256 on a GPU, or the token budget if that is less.", min=1
+)
 _MaxWaiting = typer.Option(help="Most sequences in the queue; beyond it 503.", min=1)
 _Threads = typer.Option(help="CPU threads; default: the cores this process may use.", min=1)
 
@@ -40,10 +48,12 @@ def serve(
     max_loras: Annotated[int, _MaxLoras] = 32,
     max_lora_rank: Annotated[int | None, _MaxRank] = None,
     kv_pages: Annotated[int | None, typer.Option(help="Pages of the pool for KV and adapters.", min=1)] = None,
-    memory: Annotated[str, _Memory] = "1G",
+    memory: Annotated[str | None, _Memory] = None,
+    device: Annotated[str, _Device] = "auto",
+    gpu_memory_utilization: Annotated[float, _Share] = 0.9,
     max_model_len: Annotated[int | None, _MaxLen] = None,
     max_num_seqs: Annotated[int | None, _MaxSeqs] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.", min=1)] = 512,
+    max_num_batched_tokens: Annotated[int | None, _Budget] = None,
     max_waiting: Annotated[int, _MaxWaiting] = 1024,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     num_threads: Annotated[int | None, _Threads] = None,
@@ -55,6 +65,7 @@ def serve(
     console = Console(stderr=True)
     engine_config = EngineConfig(
         dtype=dtype,
+        device=device,
         num_threads=num_threads,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -62,7 +73,8 @@ def serve(
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         kv_pages=kv_pages,
-        memory_bytes=parse_size(memory, "--memory"),
+        memory_bytes=None if memory is None else parse_size(memory, "--memory"),
+        gpu_memory_utilization=gpu_memory_utilization,
         max_waiting=max_waiting,
     )
     modules = [parse_lora_module(text) for text in lora_modules or ()]
@@ -71,11 +83,8 @@ def serve(
     if launched.base.note:
         say(console, f"note: {launched.base.note}", style="yellow")
     if host not in _LOOPBACK and api_key is None:
-        say(
-            console,
-            f"warning: listening on {host} without --api-key: whoever reaches it may use every adapter.",
-            style="yellow",
-        )
+        warning = f"warning: listening on {host} without --api-key: whoever reaches it may use every adapter."
+        say(console, warning, style="yellow")
 
     def on_ready(at: str, real_port: int) -> None:
         say(console, ready_line(launched, at, real_port))

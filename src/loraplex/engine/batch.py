@@ -38,15 +38,20 @@ class PageBuffer:
         )
 
     def fill(self, pages: Sequence[PageId], image: Tensor) -> None:
-        """Copy an adapter's page images to its pages."""
-        self.rows[torch.tensor(pages)] = image
+        """Copy an adapter's page images to its pages: a copy for each run of neighbours, none of which blocks."""
+        first = 0
+        for end in range(1, len(pages) + 1):
+            if end == len(pages) or pages[end] != pages[end - 1] + 1:
+                start = pages[first]
+                self.rows[start : start + end - first].copy_(image[first:end], non_blocking=True)
+                first = end
 
 
 def _tensor(values: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
 
 
-class _MixTables:
+class MixTables:
     """Chunk tables of one mix of adapters, as kernels take them."""
 
     __slots__ = ("chunk_a", "chunk_b", "chunk_rank", "chunk_start", "scale")
@@ -69,7 +74,7 @@ class BatchBuilder:
 
     def __init__(self, buffer: PageBuffer) -> None:
         self._buffer = buffer
-        self._mix: tuple[Placed, _MixTables] | None = None
+        self._mix: tuple[Placed, MixTables] | None = None
 
     def build(
         self,
@@ -91,7 +96,7 @@ class BatchBuilder:
             token_ids=torch.tensor(tokens),
             logit_rows=_tensor(ends[samples] - 1),
             kv=self._kv(plan.chunks, counts, ends, positions),
-            lora=self._lora(plan, packed) if plan.adapters else None,
+            lora=self.lora(plan, packed) if plan.adapters else None,
         )
 
     def _kv(
@@ -108,12 +113,13 @@ class BatchBuilder:
             row_pos=torch.tensor(positions, dtype=torch.int32),
         )
 
-    def _lora(self, plan: StepPlan, packed: Mapping[AdapterDigest, PackedAdapter]) -> LoraBatch:
+    def lora(self, plan: StepPlan, packed: Mapping[AdapterDigest, PackedAdapter]) -> LoraBatch:
+        """The adapters of a step; tables on the host."""
         if self._mix is None or self._mix[0] != plan.adapters:
-            tables = _MixTables(plan.adapters, packed, self._buffer.geometry.page_elems)
+            tables = MixTables(plan.adapters, packed, self._buffer.geometry.page_elems)
             self._mix = (plan.adapters, tables)
         tables = self._mix[1]
-        slots, starts = _segments(plan)
+        slots, starts = segments(plan)
         return LoraBatch(
             pages=self._buffer.flat,
             seg_start=torch.tensor(starts, dtype=torch.int32),
@@ -126,7 +132,7 @@ class BatchBuilder:
         )
 
 
-def _segments(plan: StepPlan) -> tuple[list[int], list[int]]:
+def segments(plan: StepPlan) -> tuple[list[int], list[int]]:
     """Slot of each run of rows with one adapter, -1 for the base, and the bounds of the runs."""
     slot_of: dict[AdapterDigest | None, int] = {digest: slot for slot, (digest, _) in enumerate(plan.adapters)}
     slot_of[None] = -1

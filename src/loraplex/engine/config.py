@@ -1,17 +1,23 @@
 """Settings of an engine, and how "auto" values are resolved."""
 
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from loraplex.core import ConfigError
 
 MIB = 2**20
 GIB = 2**30
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-DEVICES = ("cpu",)
-DEFAULT_NUM_SEQS = 64
-_OPTIONAL = ("num_threads", "max_model_len", "max_num_seqs", "max_lora_rank", "kv_pages")
-_COUNTS = ("max_num_batched_tokens", "max_loras", "max_waiting", "memory_bytes")
+DEVICES = "auto, cpu, cuda or cuda:<number>"
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+CPU_MEMORY_BYTES = 1 * GIB
+GPU_MEMORY_UTILIZATION = 0.9
+_OPTIONAL = (
+    *("num_threads", "max_model_len", "max_num_seqs", "max_lora_rank"),
+    *("kv_pages", "max_num_batched_tokens", "memory_bytes"),
+)
+_COUNTS = ("max_loras", "max_waiting")
 _FLAGS = {"memory_bytes": "--memory"}  # the others are named as the field
 
 
@@ -19,28 +25,34 @@ _FLAGS = {"memory_bytes": "--memory"}  # the others are named as the field
 class EngineConfig:
     """Settings with vLLM's meanings where vLLM has them. None is resolved from the model or the machine.
 
-    The pool is `kv_pages` pages, or as many as `memory_bytes` hold. `max_loras` bounds distinct adapters in a step and
-    `max_lora_rank` is a limit: neither reserves memory.
+    The pool is `kv_pages` pages, or as many as `memory_bytes` hold; on a GPU without either, what base and workspace
+    leave of `gpu_memory_utilization` of its memory. `max_loras` bounds distinct adapters in a step and `max_lora_rank`
+    is a limit: neither reserves memory.
     """
 
     dtype: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
     num_threads: int | None = None
     max_model_len: int | None = None
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_loras: int = 32
     max_lora_rank: int | None = None
     kv_pages: int | None = None
-    memory_bytes: int = 1 * GIB
+    memory_bytes: int | None = None
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not supported; choose one of {', '.join(DTYPES)} (--dtype).")
-        if self.device not in DEVICES:
-            message = f"device {self.device!r} is not supported; choose one of {', '.join(DEVICES)}."
-            raise ConfigError(message)
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device {self.device!r:.80} is not supported; choose one of {DEVICES} (--device).")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {share!r:.80} (--gpu-memory-utilization)."
+            )
         for name in _OPTIONAL + _COUNTS:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
@@ -49,10 +61,15 @@ class EngineConfig:
                 flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r} ({flag}).")
 
-    @property
-    def num_seqs(self) -> int:
-        """Most sequences in a step: as asked, else 64 or what the token budget holds."""
-        return self.max_num_seqs or min(DEFAULT_NUM_SEQS, self.max_num_batched_tokens)
+    def resolved(self, *, on_gpu: bool) -> "EngineConfig":
+        """With the token budget, the sequences of a step and, on the CPU, the pool as suit the device."""
+        budget = self.max_num_batched_tokens or (2048 if on_gpu else 512)
+        return replace(
+            self,
+            max_num_batched_tokens=budget,
+            max_num_seqs=self.max_num_seqs or min(256 if on_gpu else 64, budget),
+            memory_bytes=self.memory_bytes or (None if on_gpu else CPU_MEMORY_BYTES),
+        )
 
     @property
     def threads(self) -> int:

@@ -23,17 +23,38 @@ from loraplex.core import (
     SequenceId,
     ServedBy,
 )
-from loraplex.engine.batch import BatchBuilder, PageBuffer
-from loraplex.engine.loading import LoadedBase
+from loraplex.engine.batch import PageBuffer
+from loraplex.engine.loading import LoadedBase, Progress
 from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
 from loraplex.engine.packing import PackedAdapter, pack_adapter
-from loraplex.model import Sampled, SamplingRow, sample
+from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
+from loraplex.model import Sampled, SamplingRow, needs_host
 from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
 
 StepResult = RequestOutput | RequestFailed
 
 LogitsObserver = Callable[[RequestId, int, Tensor], None]
 """Called with (request, sequence index, logits [vocab] float32) for every token drawn, before it is drawn."""
+
+
+def _make_runner(base: LoadedBase, buffer: PageBuffer, progress: Progress | None) -> Runner:
+    """What runs steps on the base's device; on a GPU, with every graph captured."""
+    if not base.decoder.ops.in_graphs:
+        return EagerRunner(base.decoder, buffer)
+    from loraplex.engine.cuda_runner import CudaRunner
+
+    runner = CudaRunner(base.decoder, buffer, base.scheduler_config.max_num_seqs)
+    runner.capture(progress)
+    return runner
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A step that was launched, and for whom it draws."""
+
+    plan: StepPlan
+    drawing: tuple[SequenceId, ...]
+    in_flight: StepInFlight
 
 
 @dataclass(slots=True)
@@ -52,7 +73,10 @@ class Engine:
     `add_adapter`, `check` and `stats` may be called from any thread; the rest belongs to the thread that steps.
     """
 
-    def __init__(self, base: LoadedBase, on_logits: LogitsObserver | None = None) -> None:
+    def __init__(
+        self, base: LoadedBase, on_logits: LogitsObserver | None = None, progress: Progress | None = None
+    ) -> None:
+        """`progress` is called while CUDA graphs are captured, with (graphs done, graphs in all)."""
         self.base = base.description
         self.tokenizer = base.tokenizer
         self._decoder = base.decoder
@@ -60,7 +84,8 @@ class Engine:
         self._max_waiting = base.config.max_waiting
         self.scheduler = Scheduler(base.scheduler_config, base.geometry)
         self._buffer = PageBuffer(base.geometry, base.decoder.dtype, base.decoder.device)
-        self._builder = BatchBuilder(self._buffer)
+        self._runner = _make_runner(base, self._buffer, progress)
+        self._started: _Started | None = None  # a step whose tokens nobody has seen yet
         self._outputs = OutputProcessor(base.tokenizer)
         self._packed: dict[AdapterDigest, PackedAdapter] = {}
         self._retired: set[AdapterDigest] = set()
@@ -80,7 +105,8 @@ class Engine:
         """Pack an adapter and keep it in host memory, ready to be paged in. Raises AdapterRefused."""
         packed = self._packed.get(adapter.digest)
         if packed is None:
-            packed = pack_adapter(adapter, self.base.sites, self._geometry, self._decoder.dtype)
+            on_gpu = self._decoder.device.type == "cuda"
+            packed = pack_adapter(adapter, self.base.sites, self._geometry, self._decoder.dtype, pin_memory=on_gpu)
         with self._adapters_lock:
             self._packed.setdefault(adapter.digest, packed)
             self._retired.discard(adapter.digest)
@@ -152,38 +178,65 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.sequences)
+        return bool(self.scheduler.sequences) or self._started is not None
 
     # ------------------------------------------------------------------ one step
     def step(self, now: float) -> list[StepResult]:
-        """Run one step. Outputs of every request that gained a token, and failures."""
+        """Run one step. Outputs of every request that gained a token, and failures.
+
+        Where the device runs by itself, a step is started and the outputs are those of the one before: the host plans
+        and answers while the device computes.
+        """
+        results: list[StepResult] = []
+        if self._started is not None and not self._may_overlap():
+            results += self._collect(self._started)
         plan = self.scheduler.schedule(now)
+        before, self._started = self._started, None
+        if plan is not None:
+            self._started = self._start(plan)
+        if before is not None:
+            results += self._collect(before)
+        if self._started is not None and not self._runner.overlaps:
+            results += self._collect(self._started)
         if plan is None:
-            self._idle()
-            return []
-        load_s = self._load(plan)
-        self._identify(plan, load_s)
-        batch = self._builder.build(plan, self.scheduler.sequences, self._packed)
-        logits = self._decoder.forward(batch, self.on_layer)
-        drawing = [self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks if chunk.samples]
-        self._observe(drawing, logits)
-        sampled = sample(logits, [self._sampling_row(seq) for seq in drawing])
-        self._count(plan, load_s)
-        results = self._commit(plan, {seq.seq_id: one for seq, one in zip(drawing, sampled, strict=True)})
+            assert before is not None or not self.scheduler.running, "running sequences but no plan"
         self._sweep_retired()
         self._snapshot()
         return results
 
-    def _idle(self) -> None:
-        assert not self.scheduler.running, "running sequences but no plan"
-        self._sweep_retired()
-        self._snapshot()
+    def _may_overlap(self) -> bool:
+        """Whether the next step can be drawn before this one's tokens are known."""
+        return not any(needs_host(seq.params) for seq in self.scheduler.running)
+
+    def _start(self, plan: StepPlan) -> _Started:
+        load_s = self._load(plan)
+        self._identify(plan, load_s)
+        drawing = [self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks if chunk.samples]
+        observe = None if self._on_logits is None else lambda logits: self._observe(drawing, logits)
+        step = Step(
+            plan,
+            self.scheduler.sequences,
+            self._packed,
+            [self._sampling_row(seq) for seq in drawing],
+            observe,
+            self.on_layer,
+        )
+        in_flight = self._runner.launch(step)
+        self._count(plan, load_s)
+        self.scheduler.advance(plan)
+        return _Started(plan, tuple(seq.seq_id for seq in drawing), in_flight)
+
+    def _collect(self, started: _Started) -> list[StepResult]:
+        """Wait for a step and book what it drew."""
+        if self._started is started:
+            self._started = None
+        return self._commit(started.plan, dict(zip(started.drawing, started.in_flight.wait(), strict=True)))
 
     def _load(self, plan: StepPlan) -> float:
         """Fill the pages of adapters that came in with this step; seconds it took."""
         started = time.perf_counter()
         for load in plan.loads:
-            self._buffer.fill(load.pages, self._packed[load.digest].image)
+            self._runner.load(load.pages, self._packed[load.digest].image)
         return time.perf_counter() - started if plan.loads else 0.0
 
     def _identify(self, plan: StepPlan, load_s: float) -> None:

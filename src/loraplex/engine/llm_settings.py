@@ -44,10 +44,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
-def _is_share(value: Any) -> bool:
-    return _is_count(value) and 0 < value <= 1
-
-
 def _is_anything(value: Any) -> bool:
     return True
 
@@ -82,7 +78,6 @@ _RULES: Mapping[str, _Rule] = {
         *("lora_extra_vocab_size", "max_seq_len_to_capture", "max_parallel_loading_workers"),
     ),
     **_any(_is_anything, "anything", "compilation_config", "download_dir", "hf_token"),
-    "gpu_memory_utilization": _Rule(_is_share, "a number above 0 and up to 1", "memory_bytes sizes the pool"),
     "max_logprobs": _Rule(
         _is_logprobs_limit, f"an integer from 0 to {limits.MAX_LOGPROBS}", f"{limits.MAX_LOGPROBS} is the most given"
     ),

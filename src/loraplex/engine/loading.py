@@ -1,5 +1,6 @@
 """Bringing a base up: config, tokenizer, weights, pool sizes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,15 @@ from loraplex.engine.config import GIB, EngineConfig
 from loraplex.engine.host_memory import available_memory
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.kernels import choose_ops
-from loraplex.model import Decoder, DecoderConfig, LoadOptions, describe_base, load_decoder, open_checkpoint
+from loraplex.model import (
+    Decoder,
+    DecoderConfig,
+    LoadOptions,
+    describe_base,
+    expected_tensors,
+    load_decoder,
+    open_checkpoint,
+)
 from loraplex.pool import KvShape, PoolGeometry, plan_geometry
 from loraplex.scheduler import SchedulerConfig
 
@@ -33,6 +42,17 @@ class LoadedBase:
     note: str | None  # why not the native ones
 
 
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The device asked for; "auto" is a GPU where there is one. Raises ConfigError for one that is not there."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = torch.device("cuda" if config.device == "auto" else config.device).index or 0
+    if index >= torch.cuda.device_count():
+        message = f"device {config.device!r} is not there: torch sees {torch.cuda.device_count()} GPUs (--device)."
+        raise ConfigError(message)
+    return torch.device("cuda", index)
+
+
 def _resolve_max_len(config: EngineConfig, model: DecoderConfig, geometry: PoolGeometry) -> int:
     """As asked (at most the model's context), else the model's context or what the pool holds."""
     context = model.max_position_embeddings
@@ -45,12 +65,41 @@ def _resolve_max_len(config: EngineConfig, model: DecoderConfig, geometry: PoolG
     return config.max_model_len
 
 
-def _plan_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> PoolGeometry:
+def _plan_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> PoolGeometry:
     kv = KvShape(model.num_layers, model.num_kv_heads, model.head_dim)
     widest = max(model.hidden_size, model.q_size, model.intermediate_size)
-    geometry = plan_geometry(kv, widest, dtype.itemsize, num_pages=config.kv_pages, memory_bytes=config.memory_bytes)
-    _check_memory(geometry, "--memory" if config.kv_pages is None else "--kv-pages")
+    memory = config.memory_bytes
+    if memory is None:
+        memory = _left_on_gpu(config, model, dtype, device)
+    geometry = plan_geometry(kv, widest, dtype.itemsize, num_pages=config.kv_pages, memory_bytes=memory)
+    if device.type == "cpu":
+        _check_memory(geometry, "--memory" if config.kv_pages is None else "--kv-pages")
     return geometry
+
+
+def _left_on_gpu(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes for the pool: the share of the GPU's memory that is ours, less what base, activations and graphs take."""
+    free, total = torch.cuda.mem_get_info(device)
+    weights = sum(math.prod(shape) for shape in expected_tensors(model).values()) * dtype.itemsize
+    left = (
+        int(total * config.gpu_memory_utilization) - (total - free) - weights - _workspace_bytes(config, model, dtype)
+    )
+    if left <= 0 and config.kv_pages is None:
+        raise ConfigError(
+            f"{device} has {free / GIB:.4g} of {total / GIB:.4g} GiB free; the base takes {weights / GIB:.4g} GiB, its "
+            f"workspace {_workspace_bytes(config, model, dtype) / GIB:.4g} GiB, and nothing is left for the pool at "
+            f"gpu_memory_utilization {config.gpu_memory_utilization} (--gpu-memory-utilization)."
+        )
+    return max(left, 0)
+
+
+def _workspace_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+    """Buffers of a step, its logits, and a fixed part for graphs, attention and the libraries."""
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    widths = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 5 * model.intermediate_size
+    step = config.max_num_batched_tokens * widths * dtype.itemsize
+    return 3 * GIB + step + 3 * config.max_num_seqs * model.vocab_size * 4
 
 
 def _check_memory(geometry: PoolGeometry, flag: str) -> None:
@@ -70,17 +119,20 @@ def load_base(
     model, checkpoint = open_checkpoint(directory)
     tokenizer = Tokenizer.load(directory)
     dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-    device = torch.device(config.device)
+    device = resolve_device(config)
+    config = config.resolved(on_gpu=device.type == "cuda")
     torch.set_num_threads(config.threads)
-    geometry = _plan_pool(config, model, dtype)
+    geometry = _plan_pool(config, model, dtype, device)
     max_len = _resolve_max_len(config, model, geometry)
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
     scheduler = SchedulerConfig(
         max_model_len=max_len,
         max_step_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.num_seqs,
+        max_num_seqs=config.max_num_seqs,
         max_loras=config.max_loras,
     )
-    choice = choose_ops(device, dtype, config.threads)
+    choice = choose_ops(device, dtype, config.threads, model.head_dim)
     options = LoadOptions(device, scheduler.max_step_tokens, max_len, dtype)
     decoder = load_decoder(model, checkpoint, choice.ops, options, progress)
     return LoadedBase(

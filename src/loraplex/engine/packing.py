@@ -54,9 +54,17 @@ def _cast(module: AdapterModule, view: TensorView, dtype: torch.dtype) -> Tensor
 
 
 def pack_adapter(
-    adapter: Adapter, sites: Sequence[BaseSite], geometry: PoolGeometry, dtype: torch.dtype
+    adapter: Adapter,
+    sites: Sequence[BaseSite],
+    geometry: PoolGeometry,
+    dtype: torch.dtype,
+    *,
+    pin_memory: bool = False,
 ) -> PackedAdapter:
-    """Lay out and fill the page images. Raises AdapterRefused (NONFINITE, TOO_LARGE)."""
+    """Lay out and fill the page images. Raises AdapterRefused (NONFINITE, TOO_LARGE).
+
+    `pin_memory`: in memory that a GPU copies from without the host's help.
+    """
     index = {site.name: i for i, site in enumerate(sites)}
     ranks = [SiteRank(index[m.site.name], m.site.d_in, m.site.d_out, m.rank) for m in adapter.modules]
     layout = plan_layout(ranks, geometry.page_elems, geometry.chunk_rank)
@@ -66,7 +74,7 @@ def pack_adapter(
             f"The adapter needs {layout.num_pages} pages and must leave room for a request; the pool has "
             f"{geometry.num_pages} (--kv-pages, --memory).",
         )
-    image = torch.zeros(layout.num_pages, geometry.page_elems, dtype=dtype)
+    image = torch.zeros(layout.num_pages, geometry.page_elems, dtype=dtype, pin_memory=pin_memory)
     _fill(image, layout, {index[m.site.name]: m for m in adapter.modules}, dtype)
     scale = np.zeros(len(sites), dtype=np.float32)
     for module in adapter.modules:

@@ -9,6 +9,7 @@ from loraplex.kernels.types import (
     KvBatch,
     Linear,
     LoraBatch,
+    LoraDelta,
     LoraSite,
     RopeTable,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "KvBatch",
     "Linear",
     "LoraBatch",
+    "LoraDelta",
     "LoraSite",
     "Ops",
     "OpsChoice",

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from loraplex.kernels.native import load_library
-from loraplex.kernels.reference import TorchOps
-from loraplex.kernels.types import AttentionShape, HeadNorms, KvBatch, Linear, LoraBatch, LoraSite, RopeTable
+from loraplex.kernels.reference import ADDED, TorchOps
+from loraplex.kernels.types import (
+    AttentionShape,
+    HeadNorms,
+    KvBatch,
+    Linear,
+    LoraBatch,
+    LoraDelta,
+    LoraSite,
+    RopeTable,
+)
 
 
 class _LoraTables(Structure):
@@ -102,6 +111,8 @@ class _BoundKv:
 class NativeCpuOps:
     """bfloat16 on processors with AVX-512 BF16; the dense product needs AMX and goes through torch without it."""
 
+    in_graphs = False
+
     def __init__(self, num_threads: int) -> None:
         self._lib = load_library()
         _declare(self._lib)
@@ -153,7 +164,12 @@ class NativeCpuOps:
     def bind_kv(self, batch: KvBatch) -> KvBatch:
         return KvBatch(batch.pages, batch.page_table, batch.seq_start, batch.row_seq, batch.row_pos, _BoundKv(batch))
 
-    def linear(self, x: Tensor, linear: Linear, out: Tensor) -> None:
+    def linear(self, x: Tensor, linear: Linear, out: Tensor, lora: LoraBatch | None = None) -> None:
+        self._product(x, linear, out)
+        if lora is not None:
+            self.add_lora(out, x, linear.sites, lora)
+
+    def _product(self, x: Tensor, linear: Linear, out: Tensor) -> None:
         if not self._packs(linear.d_in):
             self._torch.linear(x, linear, out)
             return
@@ -185,16 +201,26 @@ class NativeCpuOps:
         return entry[0]
 
     def add_lora(self, y: Tensor, x: Tensor, sites: tuple[LoraSite, ...], lora: LoraBatch) -> None:
+        """y[rows, site] += scale * (x A^T) B. Shapes: `Ops.linear`; y is the fused output."""
         self._lib.lp_add_lora(
             self._pool, y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), lora.native, self._site_table(sites)
         )
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+    def add_rms_norm(
+        self,
+        residual: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        assert delta is None, ADDED
         rows, width = residual.shape
         self._lib.lp_add_rms_norm(
             self._pool,
             residual.data_ptr(),
-            delta.data_ptr() if delta is not None else None,
+            update.data_ptr() if update is not None else None,
             weight.data_ptr(),
             out.data_ptr(),
             rows,
@@ -202,9 +228,31 @@ class NativeCpuOps:
             eps,
         )
 
-    def rope_and_store(
-        self, qkv: Tensor, layer: int, shape: AttentionShape, rope: RopeTable, norms: HeadNorms | None, kv: KvBatch
+    def final_norm(
+        self,
+        residual: Tensor,
+        update: Tensor,
+        rows: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        delta: LoraDelta | None = None,
     ) -> None:
+        if rows is not None:
+            residual, update = residual[rows], update[rows]
+        self.add_rms_norm(residual, update, weight, eps, out, delta)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        layer: int,
+        shape: AttentionShape,
+        rope: RopeTable,
+        norms: HeadNorms | None,
+        kv: KvBatch,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        assert delta is None, ADDED
         bound: _BoundKv = kv.native
         self._lib.lp_rope_and_store(
             self._pool,
@@ -240,5 +288,6 @@ class NativeCpuOps:
             self._has_amx,
         )
 
-    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor, delta: LoraDelta | None = None) -> None:
+        assert delta is None, ADDED
         self._lib.lp_silu_and_mul(self._pool, gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1])

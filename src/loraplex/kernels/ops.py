@@ -1,10 +1,10 @@
-"""The operations a decoder is made of. Two implementations: torch (`reference.py`) and native CPU code (`cpu.py`)."""
+"""The operations a decoder is made of: in torch (`reference.py`), native CPU code (`cpu.py`) and on CUDA (`gpu`)."""
 
 from typing import Protocol
 
 from torch import Tensor
 
-from loraplex.kernels.types import AttentionShape, HeadNorms, KvBatch, Linear, LoraBatch, LoraSite, RopeTable
+from loraplex.kernels.types import AttentionShape, HeadNorms, KvBatch, Linear, LoraBatch, LoraDelta, LoraSite, RopeTable
 
 
 class Ops(Protocol):
@@ -15,35 +15,65 @@ class Ops(Protocol):
         """What runs, for the ready line and benchmarks."""
         ...
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether steps are captured in CUDA graphs; batches then come bound (`gpu/ops.py`)."""
+        ...
+
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, sites: tuple[LoraSite, ...] = ()) -> Linear:
         """Bring weight [d_out, d_in] into this implementation's layout. Done once, at load."""
         ...
 
     def bind_lora(self, batch: LoraBatch) -> LoraBatch:
-        """Prepare the adapters of a step for `add_lora`."""
+        """Prepare the adapters of a step for `linear`."""
         ...
 
     def bind_kv(self, batch: KvBatch) -> KvBatch:
         """Prepare the sequences of a step for `rope_and_store` and `attention`."""
         ...
 
-    def linear(self, x: Tensor, linear: Linear, out: Tensor) -> None:
-        """out [rows, d_out] = x [rows, d_in] W^T + bias; out may be float32."""
-        ...
+    def linear(self, x: Tensor, linear: Linear, out: Tensor, lora: LoraBatch | None = None) -> LoraDelta | None:
+        """out [rows, d_out] = x [rows, d_in] W^T + bias, plus scale * (x A^T) B at the sites of a row's adapter.
 
-    def add_lora(self, y: Tensor, x: Tensor, sites: tuple[LoraSite, ...], lora: LoraBatch) -> None:
-        """y[rows, site] += scale * (x A^T) B where a segment has an adapter at a site; the rest keeps its bits.
-
-        x [rows, d_in], y [rows, width of the fused output]. Rounds once, after the sum (Punica, arXiv 2310.18547, 4).
+        What the adapters add may be left in the result instead, for the next operation to add: they then ran beside the
+        product. Rows and sites without an adapter keep the base's bits. out may be float32 where there is no `lora`.
         """
         ...
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-        """residual += delta, then out = residual / rms(residual) * weight. All [rows, hidden]."""
+    def add_rms_norm(
+        self,
+        residual: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        """residual += update (and its delta), then out = residual / rms(residual) * weight. All [rows, hidden]."""
+        ...
+
+    def final_norm(
+        self,
+        residual: Tensor,
+        update: Tensor,
+        rows: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        """As `add_rms_norm`, of `rows` [len(out)] only (None: of all in order). residual may be left as it was."""
         ...
 
     def rope_and_store(
-        self, qkv: Tensor, layer: int, shape: AttentionShape, rope: RopeTable, norms: HeadNorms | None, kv: KvBatch
+        self,
+        qkv: Tensor,
+        layer: int,
+        shape: AttentionShape,
+        rope: RopeTable,
+        norms: HeadNorms | None,
+        kv: KvBatch,
+        delta: LoraDelta | None = None,
     ) -> None:
         """Normalise heads (if `norms`), rotate q and k, write k and v to the pages; q stays in qkv, rotated.
 
@@ -55,6 +85,6 @@ class Ops(Protocol):
         """Causal attention of every row over its sequence's pages. out [rows, num_heads * head_dim]."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor, delta: LoraDelta | None = None) -> None:
         """out [rows, n] = silu(gate_up[:, :n]) * gate_up[:, n:]."""
         ...

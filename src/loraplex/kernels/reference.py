@@ -3,11 +3,25 @@
 import torch
 from torch import Tensor
 
-from loraplex.kernels.types import AttentionShape, HeadNorms, KvBatch, Linear, LoraBatch, LoraSite, RopeTable
+from loraplex.kernels.types import (
+    AttentionShape,
+    HeadNorms,
+    KvBatch,
+    Linear,
+    LoraBatch,
+    LoraDelta,
+    LoraSite,
+    RopeTable,
+)
+
+ADDED = "adapters were added by the linear itself"
 
 
 def add_lora(y: Tensor, x: Tensor, sites: tuple[LoraSite, ...], lora: LoraBatch) -> None:
-    """y[segment, site] += scale * (x A^T) B, chunk by chunk, in float32. Shapes: `Ops.add_lora`."""
+    """y[segment, site] += scale * (x A^T) B, chunk by chunk, in float32. x [rows, d_in], y [rows, width].
+
+    Rounds once, after the sum (Punica, arXiv 2310.18547, section 4).
+    """
     starts, slots = lora.seg_start.tolist(), lora.seg_slot.tolist()
     for segment, slot in enumerate(slots):
         if slot < 0:
@@ -64,6 +78,7 @@ class TorchOps:
     """The operations through torch, on any device and dtype."""
 
     name = "torch"
+    in_graphs = False
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, sites: tuple[LoraSite, ...] = ()) -> Linear:
         return Linear(weight, bias, weight.shape[1], weight.shape[0], sites)
@@ -74,20 +89,54 @@ class TorchOps:
     def bind_kv(self, batch: KvBatch) -> KvBatch:
         return batch
 
-    def linear(self, x: Tensor, linear: Linear, out: Tensor) -> None:
+    def linear(self, x: Tensor, linear: Linear, out: Tensor, lora: LoraBatch | None = None) -> None:
         out.copy_(torch.nn.functional.linear(x, linear.weight, linear.bias))
+        if lora is not None:
+            self.add_lora(out, x, linear.sites, lora)
 
     def add_lora(self, y: Tensor, x: Tensor, sites: tuple[LoraSite, ...], lora: LoraBatch) -> None:
+        """y[rows, site] += scale * (x A^T) B. Shapes: `Ops.linear`; y is the fused output."""
         add_lora(y, x, sites, lora)
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-        if delta is not None:
-            residual += delta
+    def add_rms_norm(
+        self,
+        residual: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        assert delta is None, ADDED
+        if update is not None:
+            residual += update
         out.copy_(rms_norm(residual, weight, eps))
 
-    def rope_and_store(
-        self, qkv: Tensor, layer: int, shape: AttentionShape, rope: RopeTable, norms: HeadNorms | None, kv: KvBatch
+    def final_norm(
+        self,
+        residual: Tensor,
+        update: Tensor,
+        rows: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        delta: LoraDelta | None = None,
     ) -> None:
+        if rows is not None:
+            residual, update = residual[rows], update[rows]
+        self.add_rms_norm(residual, update, weight, eps, out, delta)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        layer: int,
+        shape: AttentionShape,
+        rope: RopeTable,
+        norms: HeadNorms | None,
+        kv: KvBatch,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        assert delta is None, ADDED
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         q, k, v = heads.tensor_split((shape.num_heads, shape.num_heads + shape.num_kv_heads), dim=1)
         wide_q, wide_k = q.float(), k.float()
@@ -115,6 +164,7 @@ class TorchOps:
             keys, values = (kv.pages[used, layer, i].flatten(0, 1)[:num_tokens] for i in (0, 1))
             result[rows] = attend(q[rows], keys, values, positions, shape).to(out.dtype)
 
-    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor, delta: LoraDelta | None = None) -> None:
+        assert delta is None, ADDED
         gate, up = gate_up.float().chunk(2, dim=-1)
         out.copy_(torch.nn.functional.silu(gate) * up)

@@ -1,11 +1,14 @@
 """Which implementation runs on a device and dtype, and why."""
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
 
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.reference import TorchOps
+
+GPU_HEAD_DIMS = (64, 128, 256)  # FlashInfer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +19,11 @@ class OpsChoice:
     note: str | None = None
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype, num_threads: int) -> OpsChoice:
-    """Native code for bfloat16 on a capable processor, torch elsewhere."""
-    if device.type != "cpu" or dtype is not torch.bfloat16:
+def choose_ops(device: torch.device, dtype: torch.dtype, num_threads: int, head_dim: int = 64) -> OpsChoice:
+    """Native code for bfloat16 on a capable processor, Triton and FlashInfer on a GPU, torch elsewhere."""
+    if device.type == "cuda":
+        return _choose_on_cuda(device, dtype, head_dim)
+    if dtype is not torch.bfloat16:
         return OpsChoice(TorchOps(), f"native CPU kernels serve bfloat16 on the CPU, not {dtype} on {device}")
     from loraplex.kernels.cpu import NativeCpuOps
     from loraplex.kernels.native import NativeUnavailable
@@ -27,3 +32,18 @@ def choose_ops(device: torch.device, dtype: torch.dtype, num_threads: int) -> Op
         return OpsChoice(NativeCpuOps(num_threads))
     except NativeUnavailable as error:
         return OpsChoice(TorchOps(), str(error))
+
+
+def _choose_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> OpsChoice:
+    slow = "; operations of torch run instead, many times slower"
+    missing = [name for name in ("triton", "flashinfer") if importlib.util.find_spec(name) is None]
+    if missing:
+        return OpsChoice(TorchOps(), f"{' and '.join(missing)} not installed (pip install 'loraplex[cuda]'){slow}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return OpsChoice(TorchOps(), f"the CUDA kernels serve bfloat16 and float16, not {dtype}{slow}")
+    if head_dim not in GPU_HEAD_DIMS:
+        sizes = ", ".join(map(str, GPU_HEAD_DIMS))
+        return OpsChoice(TorchOps(), f"the CUDA kernels serve heads of {sizes}, not {head_dim}{slow}")
+    from loraplex.kernels.gpu.ops import CudaOps
+
+    return OpsChoice(CudaOps(device))

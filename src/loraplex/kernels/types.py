@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -47,6 +48,15 @@ class LoraBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraDelta:
+    """What adapters add to a linear's output, for the operation that reads it next; defined only where `covered`."""
+
+    values: Tensor  # [rows, width of the fused output]
+    covered: Tensor  # [num_sites, most rows] int8: 1 where a row's adapter has the site
+    sites: tuple[LoraSite, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KvBatch:
     """Where the rows of one step stand in their sequences, and where the keys and values of those lie."""
 
@@ -75,6 +85,10 @@ class RopeTable:
 
     cosine: Tensor  # [max_len, head_dim / 2] float32
     sine: Tensor  # [max_len, head_dim / 2] float32
+
+    def to(self, device: torch.device) -> "RopeTable":
+        """The table on a device."""
+        return RopeTable(self.cosine.to(device), self.sine.to(device))
 
 
 @dataclass(frozen=True, slots=True)

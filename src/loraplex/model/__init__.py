@@ -4,8 +4,15 @@ from loraplex.model.batch import DeviceBatch
 from loraplex.model.checkpoint import Checkpoint, base_fingerprint
 from loraplex.model.config import FAMILIES, DecoderConfig, read_config
 from loraplex.model.decoder import Decoder
-from loraplex.model.loader import LoadOptions, describe_base, list_sites, load_decoder, open_checkpoint
-from loraplex.model.sampler import Sampled, SamplingRow, sample
+from loraplex.model.loader import (
+    LoadOptions,
+    describe_base,
+    expected_tensors,
+    list_sites,
+    load_decoder,
+    open_checkpoint,
+)
+from loraplex.model.sampler import Sampled, SamplingRow, draw_on_device, needs_host, sample
 
 __all__ = [
     "FAMILIES",
@@ -18,8 +25,11 @@ __all__ = [
     "SamplingRow",
     "base_fingerprint",
     "describe_base",
+    "draw_on_device",
+    "expected_tensors",
     "list_sites",
     "load_decoder",
+    "needs_host",
     "open_checkpoint",
     "read_config",
     "sample",

@@ -12,6 +12,6 @@ class DeviceBatch:
     """Rows of all sequences of a step, ordered by adapter. `lora` None: no row has one."""
 
     token_ids: Tensor  # [num_rows] int64
-    logit_rows: Tensor  # [num_logits] int64: rows whose logits are wanted
+    logit_rows: Tensor | None  # [num_logits] int64: rows whose logits are wanted; None is all in order
     kv: KvBatch
     lora: LoraBatch | None

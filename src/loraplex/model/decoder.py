@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex.kernels import AttentionShape, HeadNorms, Linear, LoraBatch, Ops, RopeTable
+from loraplex.kernels import AttentionShape, HeadNorms, Linear, LoraDelta, Ops, RopeTable
 from loraplex.model.batch import DeviceBatch
 from loraplex.model.config import DecoderConfig
 
@@ -34,18 +34,11 @@ class _Workspace:
 
         self.residual = buffer(config.hidden_size)
         self.hidden = buffer(config.hidden_size)
-        self.delta = buffer(config.hidden_size)
+        self.update = buffer(config.hidden_size)
         self.qkv = buffer(config.q_size + 2 * config.kv_size)
         self.heads = buffer(config.q_size)
         self.gate_up = buffer(2 * config.intermediate_size)
         self.activated = buffer(config.intermediate_size)
-
-
-def _apply(ops: Ops, linear: Linear, x: Tensor, out: Tensor, lora: LoraBatch | None) -> None:
-    """out = x W^T + bias, plus each row's adapter."""
-    ops.linear(x, linear, out)
-    if lora is not None:
-        ops.add_lora(out, x, linear.sites, lora)
 
 
 class Decoder:
@@ -75,39 +68,39 @@ class Decoder:
         self._workspace = _Workspace(config, max_rows, embedding.dtype, embedding.device)
 
     @torch.inference_mode()
-    def forward(self, batch: DeviceBatch, on_layer: Callable[[], None] = lambda: None) -> Tensor:
+    def forward(
+        self, batch: DeviceBatch, on_layer: Callable[[], None] = lambda: None, logits: Tensor | None = None
+    ) -> Tensor:
         """Run a step and write its keys and values to the pages. Logits [num_logits, vocab] float32.
 
-        `on_layer` is called before each layer: a sign of life in long steps.
+        They are written to `logits` if given. `on_layer` is called before each layer: a sign of life in long steps.
         """
         rows, ops, work = batch.token_ids.shape[0], self.ops, self._workspace
         assert rows <= self.max_rows, f"{rows} rows in a step of at most {self.max_rows}"
         lora = ops.bind_lora(batch.lora) if batch.lora is not None else None
         kv = ops.bind_kv(batch.kv)
-        residual, hidden, delta = work.residual[:rows], work.hidden[:rows], work.delta[:rows]
+        residual, hidden, update = work.residual[:rows], work.hidden[:rows], work.update[:rows]
         qkv, heads = work.qkv[:rows], work.heads[:rows]
         gate_up, activated = work.gate_up[:rows], work.activated[:rows]
         torch.index_select(self.embedding, 0, batch.token_ids, out=residual)
         eps = self.config.rms_norm_eps
+        delta: LoraDelta | None = None
         for index, layer in enumerate(self.layers):
             on_layer()
-            ops.add_rms_norm(residual, delta if index else None, layer.input_norm, eps, hidden)
-            _apply(ops, layer.qkv, hidden, qkv, lora)
-            ops.rope_and_store(qkv, index, layer.attention, self.rope, layer.head_norms, kv)
+            ops.add_rms_norm(residual, update if index else None, layer.input_norm, eps, hidden, delta)
+            delta = ops.linear(hidden, layer.qkv, qkv, lora)
+            ops.rope_and_store(qkv, index, layer.attention, self.rope, layer.head_norms, kv, delta)
             ops.attention(qkv, index, layer.attention, kv, heads)
-            _apply(ops, layer.output, heads, delta, lora)
-            ops.add_rms_norm(residual, delta, layer.post_norm, eps, hidden)
-            _apply(ops, layer.gate_up, hidden, gate_up, lora)
-            ops.silu_and_mul(gate_up, activated)
-            _apply(ops, layer.down, activated, delta, lora)
-        return self._logits(residual, delta, batch.logit_rows)
-
-    def _logits(self, residual: Tensor, delta: Tensor, wanted: Tensor) -> Tensor:
-        logits = torch.empty(wanted.shape[0], self.config.vocab_size, dtype=torch.float32, device=self.device)
-        if not wanted.shape[0]:
-            return logits
-        last, last_delta = residual[wanted], delta[wanted]
-        normed = torch.empty_like(last)
-        self.ops.add_rms_norm(last, last_delta, self.final_norm, self.config.rms_norm_eps, normed)
-        self.ops.linear(normed, self.head, logits)
+            delta = ops.linear(heads, layer.output, update, lora)
+            ops.add_rms_norm(residual, update, layer.post_norm, eps, hidden, delta)
+            delta = ops.linear(hidden, layer.gate_up, gate_up, lora)
+            ops.silu_and_mul(gate_up, activated, delta)
+            delta = ops.linear(activated, layer.down, update, lora)
+        num_logits = rows if batch.logit_rows is None else batch.logit_rows.shape[0]
+        if logits is None:
+            logits = torch.empty(num_logits, self.config.vocab_size, dtype=torch.float32, device=self.device)
+        if num_logits:
+            normed = hidden[:num_logits]
+            ops.final_norm(residual, update, batch.logit_rows, self.final_norm, eps, normed, delta)
+            ops.linear(normed, self.head, logits)
         return logits

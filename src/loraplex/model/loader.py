@@ -195,6 +195,6 @@ def load_decoder(
         layers=tuple(layers),
         final_norm=loader.tensor("model.norm.weight"),
         head=prepared_head,
-        rope=build_rope_table(config.rope, config.head_dim, options.max_model_len),
+        rope=build_rope_table(config.rope, config.head_dim, options.max_model_len).to(options.device),
         max_rows=options.max_rows,
     )

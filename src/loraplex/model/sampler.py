@@ -5,7 +5,7 @@ temperature, min-p, top-k, top-p, draw.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,9 @@ _BLOCK = 256  # a draw looks at the sums of blocks of this many tokens, then at 
 _FLOORS = (1e-2, 1e-3, 1e-4, 1e-6, 0.0)  # weights, the likeliest being 1, above which top-p's tokens are looked for
 _ROUNDING = 1e-12
 _BELOW_ONE = 1 - 2.0**-52  # times any x, this still stays below x
+
+Filter = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Sets to 0 the weights [rows, width] that min-p (float32), top-k (int32, 0 is none) and top-p (float32) exclude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,11 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-    """Draw one token a row. logits [num_rows, vocab] float32; changed in place where a row has penalties or biases."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow], keep: Filter | None = None) -> list[Sampled]:
+    """Draw one token a row. logits [num_rows, vocab] float32; changed in place where a row has penalties or biases.
+
+    With `keep`, random rows are drawn as `draw_on_device` draws them.
+    """
     if not rows:
         return []
     logprobs = [logits[i].log_softmax(-1) if row.params.logprobs is not None else None for i, row in enumerate(rows)]
@@ -61,7 +67,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     is_finite: list[bool] = torch.isfinite(best).tolist()
     drawing = [i for i, row in enumerate(rows) if not row.params.greedy and is_finite[i]]
     if drawing:
-        drawn = _draw(_pick(logits, drawing), _pick(best, drawing), [rows[i] for i in drawing])
+        wanted = [rows[i] for i in drawing]
+        shaped = (_pick(logits, drawing), _pick(best, drawing))
+        drawn = _draw(*shaped, wanted) if keep is None else draw_on_device(*shaped, wanted, keep).tolist()
         for i, token in zip(drawing, drawn, strict=True):
             tokens[i] = token
     return [_describe(tokens[i], is_finite[i], logprobs[i], row.params.logprobs or 0) for i, row in enumerate(rows)]
@@ -78,6 +86,11 @@ def _describe(token: int, is_finite: bool, logprobs: Tensor | None, num_top: int
     values, ids = logprobs.topk(min(num_top, logprobs.shape[0]))
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return Sampled(token, float(logprobs[token]), top)
+
+
+def _numbers(values: list[float], like: Tensor) -> Tensor:
+    """Numbers [len] in the dtype and on the device of `like`; does not wait for the device."""
+    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def _as_tensor(ids: Sequence[int], device: torch.device) -> Tensor:
@@ -113,7 +126,7 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> list[int
     weights = _weights(logits, best, [row.params.temperature for row in rows])
     uniforms = [_uniform(row.seed, len(row.token_ids)) for row in rows]
     sums = _block_sums(weights)
-    tokens = _draw_from_all(weights, sums, uniforms)
+    tokens: list[int] = _draw_from_all(weights, sums, uniforms).tolist()
     for i in _outside(weights, vocab, sums[:, -1], tokens, [row.params for row in rows]):
         row = rows[i]
         ids = _kept_ids(logits[i], weights[i, :vocab], float(sums[i, -1]), row.params)
@@ -159,7 +172,7 @@ def _weights(logits: Tensor, best: Tensor, temperatures: list[float]) -> Tensor:
     """
     num_rows, vocab = logits.shape
     weights = logits.new_zeros(num_rows, -(-vocab // _BLOCK) * _BLOCK)
-    scale = logits.new_tensor([max(temperature, _MIN_TEMPERATURE) for temperature in temperatures])
+    scale = _numbers([max(temperature, _MIN_TEMPERATURE) for temperature in temperatures], logits)
     used = weights[:, :vocab]
     torch.sub(logits, best[:, None], out=used)
     used.div_(scale[:, None]).exp_()
@@ -174,19 +187,55 @@ def _block_sums(weights: Tensor) -> Tensor:
     return weights.view(weights.shape[0], -1, _BLOCK).sum(-1).double().cumsum(-1)
 
 
-def _draw_from_all(weights: Tensor, sums: Tensor, uniforms: list[float]) -> list[int]:
-    """A token a row by its weight: first its block, then the token in it.
+def needs_host(params: SamplingParams) -> bool:
+    """Whether a draw needs what only the host has: the tokens so far, or words of its own for each token."""
+    return (
+        params.logprobs is not None
+        or bool(params.logit_bias)
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.min_tokens > 0
+    )
+
+
+@torch.inference_mode()
+def draw_on_device(logits: Tensor, best: Tensor, rows: Sequence[SamplingRow], keep: Filter) -> Tensor:
+    """Tokens [num_rows] int64 of rows that are not greedy, without waiting for a device.
+
+    logits [num_rows, vocab]; best [num_rows], their maxima; where one is not finite the token means nothing. `keep`
+    applies the filters; a seed draws other tokens than `sample` does on the CPU, from the same distribution.
+    """
+    is_finite = torch.isfinite(best)
+    best = torch.where(is_finite, best, 0.0)
+    logits = torch.where(is_finite[:, None], logits, 0.0)
+    weights = _weights(logits, best, [row.params.temperature for row in rows])
+    params = [row.params for row in rows]
+    if any(one.min_p > 0.0 or one.top_k > 0 or one.top_p < 1.0 for one in params):
+        top_k = torch.tensor([max(one.top_k, 0) for one in params], dtype=torch.int32)
+        keep(
+            weights[:, : logits.shape[1]],
+            _numbers([one.min_p for one in params], logits),
+            top_k.to(logits.device, non_blocking=True),
+            _numbers([one.top_p for one in params], logits),
+        )
+    tokens = _draw_from_all(weights, _block_sums(weights), [_uniform(row.seed, len(row.token_ids)) for row in rows])
+    return tokens.clamp(0, logits.shape[1] - 1)
+
+
+def _draw_from_all(weights: Tensor, sums: Tensor, uniforms: list[float]) -> Tensor:
+    """A token a row by its weight [num_rows] int64: first its block, then the token in it.
 
     weights as from `_weights`; sums as from `_block_sums`.
     """
-    target = sums.new_tensor(uniforms)[:, None] * sums[:, -1:]
+    target = _numbers(uniforms, sums)[:, None] * sums[:, -1:]
     block = torch.searchsorted(sums, target, right=True)  # [num_rows, 1]
     before = torch.where(block > 0, sums.gather(-1, (block - 1).clamp(min=0)), 0.0)
     share = ((target - before) / (sums.gather(-1, block) - before)).clamp(max=_BELOW_ONE)
     ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     inner = weights.gather(-1, ids).double().cumsum(-1)
     found = torch.searchsorted(inner, share * inner[:, -1:], right=True)
-    return [int(token) for token in ids.gather(-1, found).squeeze(-1).tolist()]
+    return ids.gather(-1, found).squeeze(-1)
 
 
 def _invert(sums: Tensor, uniform: float) -> int:

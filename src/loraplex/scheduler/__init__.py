@@ -3,9 +3,10 @@
 from loraplex.scheduler.config import SchedulerConfig
 from loraplex.scheduler.plan import AdapterLoad, Committed, ScheduledChunk, StepPlan
 from loraplex.scheduler.scheduler import Scheduler
-from loraplex.scheduler.sequence import Sequence, SequenceStatus
+from loraplex.scheduler.sequence import UNKNOWN_TOKEN, Sequence, SequenceStatus
 
 __all__ = [
+    "UNKNOWN_TOKEN",
     "AdapterLoad",
     "Committed",
     "ScheduledChunk",

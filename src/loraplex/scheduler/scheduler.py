@@ -1,4 +1,6 @@
-"""Continuous batching with chunked prefill: `schedule(now)` plans a step, `commit` books what it produced.
+"""Continuous batching with chunked prefill: `schedule(now)` plans a step, `advance` books its start, `commit` its end.
+
+Between the last two the next step may be planned, with tokens not known yet; steps are committed in order.
 
 One token budget serves prefill and decode: a step gives each running sequence its next tokens, one where the prompt is
 done, a chunk of the prompt where it is not. Order is first come, first served. When pages run out, idle adapters go
@@ -19,7 +21,7 @@ from loraplex.core import AdapterDigest, ContextTooLong, FinishReason, Request, 
 from loraplex.pool import AdapterResidency, PagePool, PoolGeometry
 from loraplex.scheduler.config import SchedulerConfig
 from loraplex.scheduler.plan import AdapterLoad, Committed, ScheduledChunk, StepPlan
-from loraplex.scheduler.sequence import Sequence, SequenceStatus
+from loraplex.scheduler.sequence import UNKNOWN_TOKEN, Sequence, SequenceStatus
 
 
 def _age(seq: Sequence) -> tuple[float, int]:
@@ -112,21 +114,38 @@ class Scheduler:
             self._admit(budget, chunks, loads, now)
         return self._plan(chunks, loads, self.num_preemptions - before) if chunks else None
 
-    def commit(self, plan: StepPlan, tokens: Mapping[SequenceId, int]) -> tuple[Committed, ...]:
-        """Book a step that ran: `tokens` has one new token for each chunk that samples."""
-        committed = []
+    def advance(self, plan: StepPlan) -> None:
+        """Book a step as started: its tokens count as computed, and one more stands, unknown, where a chunk samples.
+
+        The next step may be planned on that before this one's tokens are known.
+        """
         for chunk in plan.chunks:
             seq = self.sequences.get(chunk.seq_id)
             if seq is None or seq.status is not SequenceStatus.RUNNING:
-                continue  # cancelled while the step ran
+                continue  # cancelled since it was planned
             seq.num_computed = chunk.start + chunk.num_tokens
             if chunk.samples:
-                token = tokens[chunk.seq_id]
-                seq.token_ids.append(token)
-                reason = self._finish_reason(seq, token)
-                committed.append(Committed(seq.seq_id, token, reason))
-                if reason is not None:
-                    self._end(seq, reason)
+                seq.token_ids.append(UNKNOWN_TOKEN)
+
+    def commit(self, plan: StepPlan, tokens: Mapping[SequenceId, int]) -> tuple[Committed, ...]:
+        """Book what a step that was advanced drew: `tokens` has one token for each chunk that samples.
+
+        A sequence that ended before, also by its last token, takes no more: what later steps draw for it is dropped.
+        """
+        committed = []
+        for chunk in plan.chunks:
+            seq = self.sequences.get(chunk.seq_id)
+            if seq is None or not chunk.samples:
+                continue
+            place = chunk.start + chunk.num_tokens
+            token = tokens[chunk.seq_id]
+            assert seq.token_ids[place] == UNKNOWN_TOKEN, f"sequence {seq.seq_id} drew token {place} twice"
+            seq.token_ids[place] = token
+            reason = self._finish_reason(seq, token, place + 1)
+            committed.append(Committed(seq.seq_id, token, reason))
+            if reason is not None:
+                del seq.token_ids[place + 1 :]
+                self._end(seq, reason)
         return tuple(committed)
 
     def _schedule_running(self, chunks: list[ScheduledChunk]) -> int:
@@ -137,6 +156,8 @@ class Scheduler:
         for seq in decodes + prefills:
             if budget == 0:
                 break
+            if seq.num_tokens >= seq.max_len:
+                continue  # its last token is being drawn
             if seq.status is not SequenceStatus.RUNNING or not self._grow(seq):
                 continue  # preempted, by an older one or for itself
             chunk = self._chunk(seq, budget)
@@ -242,14 +263,15 @@ class Scheduler:
         return StepPlan(tuple(chunks), adapters, tuple(loads), num_preempted)
 
     # ------------------------------------------------------------------ life cycle
-    def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
-        if seq.num_output_tokens >= seq.params.min_tokens:
+    def _finish_reason(self, seq: Sequence, token: int, length: int) -> FinishReason | None:
+        """Why a sequence ends with its token number `length`, if it does."""
+        if length - seq.prompt_len >= seq.params.min_tokens:
             if token in seq.params.stop_token_ids:
                 seq.stop_token_id = token
                 return FinishReason.STOP
             if token in seq.eos_token_ids:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if seq.num_tokens >= seq.max_len else None
+        return FinishReason.LENGTH if length >= seq.max_len else None
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue without pages; its tokens are kept and recomputed later."""

@@ -6,6 +6,9 @@ from enum import Enum
 from loraplex.core import AdapterDigest, FinishReason, RequestId, SamplingParams, SequenceId
 from loraplex.pool import Lease
 
+UNKNOWN_TOKEN = -1
+"""Stands in `token_ids` for a token that a step under way draws."""
+
 
 class SequenceStatus(Enum):
     """WAITING holds no pages. RUNNING holds pages and a pin on its adapter. FINISHED holds nothing, for good."""

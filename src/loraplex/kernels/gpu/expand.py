@@ -1,11 +1,15 @@
-"""Expand: y += scale * v B for every block of rows and tile of columns, v being the sum of shrink's partial sums.
+"""Expand: delta = scale * v B for every work item, v being the sum of shrink's partial sums.
 
-B lies transposed, [rank, d_out], so its rows are read in order. Partial sums and chunks are added in a fixed order, y
-is rounded once. A program owns one tile of one site's columns and one block of rows.
+B lies transposed, [rank, d_out], so its rows are read in order. It is the first operand of the product, v^T the second:
+columns of B fill the matrix units whatever the number of rows, and a row's sums are the same beside any others. Partial
+sums and chunks are added in a fixed order, delta is rounded once. A program owns one tile of one site's columns and
+takes every num_programs-th item of the site's list.
 """
 
 import triton
 import triton.language as tl
+
+from loraplex.kernels.gpu.shrink import read_item
 
 
 @triton.jit
@@ -19,92 +23,47 @@ def _locate(tile, tiles0, tiles1, width0, width1, width2, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def _add_to(out, acc, factor, mask):
-    """out += factor * acc where the mask holds, rounded once."""
-    old = tl.load(out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out, (old + factor * acc).to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _lone_row(
-    v_at,
-    b,  # [CHUNK, BLOCK_N], the first chunk's tile
-    b_tile,  # places of such a tile in a chunk that begins at the pool's start
-    next_b,  # offset and rank of the second chunk, and those after it
-    next_rank,
-    chunks,
-    is_col,
-    SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """v B of one row, unscaled [BLOCK_N]."""
+def _read_b(b_item, rank, cols, width, CHUNK: tl.constexpr):
+    """A tile of B [CHUNK, BLOCK_N], zeros beyond the rank and the site's columns."""
     ranks = tl.arange(0, CHUNK)
-    splits = tl.arange(0, SPLITS_PADDED)
-    v_tile = v_at + splits[:, None] * (ROWS * CHUNK) + ranks[None, :]
-    is_split = (splits < SPLITS)[:, None]
-    v = tl.sum(tl.load(v_tile, mask=is_split, other=0.0), axis=0)
-    acc = tl.sum(b.to(tl.float32) * v[:, None], axis=0)
-    for chunk in range(1, chunks):
-        is_rank = (ranks < tl.load(next_rank + chunk - 1))[:, None] & is_col[None, :]
-        b = tl.load(b_tile + tl.load(next_b + chunk - 1), mask=is_rank, other=0.0)
-        v = tl.sum(tl.load(v_tile + chunk * (SPLITS * ROWS * CHUNK), mask=is_split, other=0.0), axis=0)
-        acc += tl.sum(b.to(tl.float32) * v[:, None], axis=0)
-    return acc
+    places = b_item + ranks.to(tl.int64)[:, None] * width + cols[None, :]
+    return tl.load(places, mask=(ranks < rank)[:, None] & (cols < width)[None, :], other=0.0)
 
 
 @triton.jit
-def _sum_splits(v_rows, is_row, SPLITS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """v of one chunk [ROWS, CHUNK], its partial sums added in order."""
-    v = tl.zeros((ROWS, CHUNK), tl.float32)
-    for split in tl.static_range(SPLITS):
-        v += tl.load(v_rows + split * (ROWS * CHUNK), mask=is_row, other=0.0)
-    return v
-
-
-@triton.jit
-def _several_rows(
-    v_at,
-    b,  # [CHUNK, BLOCK_N], the first chunk's tile
-    b_tile,  # places of such a tile in a chunk that begins at the pool's start
-    next_b,  # offset and rank of the second chunk, and those after it
-    next_rank,
-    chunks,
-    is_row,
-    is_col,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _read_v(
+    part, index, num_rows, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """v B of a block of rows, unscaled [ROWS, BLOCK_N]."""
-    ranks = tl.arange(0, CHUNK)
-    v_rows = v_at + tl.arange(0, ROWS)[:, None] * CHUNK + ranks[None, :]
-    v = _sum_splits(v_rows, is_row, SPLITS, ROWS, CHUNK)
-    total = tl.dot(v.to(b.dtype), b, input_precision=PRECISION)
-    for chunk in range(1, chunks):
-        is_rank = (ranks < tl.load(next_rank + chunk - 1))[:, None] & is_col[None, :]
-        b = tl.load(b_tile + tl.load(next_b + chunk - 1), mask=is_rank, other=0.0)
-        v = _sum_splits(v_rows + chunk * (SPLITS * ROWS * CHUNK), is_row, SPLITS, ROWS, CHUNK)
-        total = tl.dot(v.to(b.dtype), b, total, input_precision=PRECISION)
-    return total
+    """v^T of an item [CHUNK, ROWS], zeros beyond its rows. A thread holds all partial sums that it adds, in order."""
+    splits = tl.arange(0, SPLITS_PADDED)[:, None]
+    elems = tl.arange(0, ROWS * CHUNK)[None, :]
+    places = part + index.to(tl.int64) * (SPLITS * ROWS * CHUNK) + splits * (ROWS * CHUNK) + elems
+    v = tl.load(places, mask=(splits < SPLITS) & (elems // CHUNK < num_rows), other=0.0)
+    return tl.trans(tl.reshape(tl.sum(v, axis=0), (ROWS, CHUNK)))
 
 
 @triton.jit
-def expand_decode(
-    y,  # [rows, width of the fused output], row stride stride_y
+def _store_delta(delta, value, row0, num_rows, cols, width, stride_delta):
+    """value [BLOCK_N, rows] to delta[row0 + row, cols], rounded once."""
+    rows = tl.arange(0, value.shape[1])
+    places = delta + (row0 + rows).to(tl.int64)[None, :] * stride_delta + cols[:, None]
+    mask = (rows < num_rows)[None, :] & (cols < width)[:, None]
+    tl.store(places, value.to(delta.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_sites", "capacity", "first_site", "tiles0", "tiles1"])
+def expand(
+    delta,  # [rows, width of the fused output], row stride stride_delta
     part,  # [sites, items, SPLITS, ROWS, CHUNK] float32
     pages,  # the pool, flat
-    item_b,  # the lists of WorkItems, [num_sites, capacity]
-    item_row,
-    item_rows,
-    item_rank,
-    item_chunks,
-    item_scale,
+    table,  # WorkItems.table, as int32, int64 and float32
+    table64,
+    table_float,
+    count,
+    num_sites,
     capacity,
     first_site,
-    stride_y,
+    stride_delta,
     tiles0,  # tiles of the first site, and of the first two
     tiles1,
     width0,  # columns of each site; 0 where there is none
@@ -115,90 +74,38 @@ def expand_decode(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    WAITS: tl.constexpr,
+    SIGNALS: tl.constexpr,
 ):
-    """A lone row is multiplied and summed in float32, several go through the matrix units. Bound by reading B.
-
-    With PDL the program starts while shrink still runs and reads its first chunk of B meanwhile.
-    """
-    if PDL:
+    """With WAITS the program starts while shrink still runs and reads its first B meanwhile."""
+    if SIGNALS:
         tl.extra.cuda.gdc_launch_dependents()
     site, width, offset, col = _locate(tl.program_id(0), tiles0, tiles1, width0, width1, width2, BLOCK_N)
-    first = (first_site + site) * capacity + tl.program_id(1)
-    chunks = tl.load(item_chunks + first)
-    rank = tl.load(item_rank + first)
-    row0 = tl.load(item_row + first)
-    num_rows = tl.load(item_rows + first)
-    factor = tl.load(item_scale + first)
-    ranks = tl.arange(0, CHUNK)
     cols = col + tl.arange(0, BLOCK_N)
-    is_col = cols < width
-    b_tile = pages + ranks.to(tl.int64)[:, None] * width + cols[None, :]
-    is_first = (ranks < tl.where(chunks > 0, rank, 0))[:, None] & is_col[None, :]
-    b = tl.load(b_tile + tl.load(item_b + first), mask=is_first, other=0.0)
-    if PDL:
+    item = tl.program_id(1)
+    at = item * num_sites + first_site + site
+    row0, packed, b_at = read_item(table, table64, at, True, 1, ALIGN)  # whether or not the list is as long
+    scale = tl.load(table_float + at * 8 + 6)
+    length = tl.load(count + first_site + site)
+    # The entry is tested with the length, so that both are read at once: its words are never negative.
+    while (item < length) & (packed >= 0) & (b_at >= 0):
+        num_rows, rank, chunks = packed & 0xFF, (packed >> 8) & 0xFF, packed >> 16
+        total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        for chunk in tl.range(0, chunks, num_stages=1):
+            b = _read_b(pages + b_at, rank, cols, width, CHUNK)
+            if WAITS:
+                tl.extra.cuda.gdc_wait()
+            v = _read_v(part, site * capacity + item + chunk, num_rows, SPLITS, SPLITS_PADDED, ROWS, CHUNK)
+            total = tl.dot(tl.trans(b), v.to(b.dtype), total, input_precision=PRECISION)
+            _, packed, b_at = read_item(table, table64, at + (chunk + 1) * num_sites, chunk + 1 < chunks, 1, ALIGN)
+            rank = (packed >> 8) & 0xFF
+        if chunks > 0:
+            _store_delta(delta + offset, total * scale, row0, num_rows, cols, width, stride_delta)
+        item += tl.num_programs(1)
+        at = item * num_sites + first_site + site
+        row0, packed, b_at = read_item(table, table64, at, item < length, 1, ALIGN)
+        scale = tl.load(table_float + at * 8 + 6, mask=item < length, other=0.0)
+    if WAITS:
         tl.extra.cuda.gdc_wait()
-    if chunks > 0:
-        v_at = part + (site * capacity + tl.program_id(1)) * (SPLITS * ROWS * CHUNK)
-        next_b, next_rank = item_b + first + 1, item_rank + first + 1
-        if num_rows == 1:
-            acc = _lone_row(v_at, b, b_tile, next_b, next_rank, chunks, is_col, SPLITS, SPLITS_PADDED, ROWS, CHUNK)
-            _add_to(y + row0.to(tl.int64) * stride_y + offset + cols, acc, factor, is_col)
-        else:
-            is_row = (tl.arange(0, ROWS) < num_rows)[:, None]
-            total = _several_rows(
-                v_at, b, b_tile, next_b, next_rank, chunks, is_row, is_col, SPLITS, ROWS, CHUNK, PRECISION
-            )
-            rows = (row0 + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            _add_to(y + rows * stride_y + offset + cols[None, :], total, factor, is_row & is_col[None, :])
-
-
-@triton.jit
-def expand_prefill(
-    y,
-    part,  # [sites, items, SPLITS, ROWS, CHUNK] float32
-    pages,
-    item_b,
-    item_row,
-    item_rows,
-    item_rank,
-    item_chunks,
-    item_scale,
-    capacity,
-    first_site,
-    stride_y,
-    tiles0,
-    tiles1,
-    width0,
-    width1,
-    width2,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Many rows: tiles of rows through the matrix units."""
-    site, width, offset, col = _locate(tl.program_id(0), tiles0, tiles1, width0, width1, width2, BLOCK_N)
-    first = (first_site + site) * capacity + tl.program_id(1)
-    chunks = tl.load(item_chunks + first)
-    if chunks > 0:
-        rows = tl.arange(0, ROWS)
-        ranks = tl.arange(0, CHUNK)
-        cols = col + tl.arange(0, BLOCK_N)
-        is_row = rows < tl.load(item_rows + first)
-        is_col = cols < width
-        v_at = part + (site * capacity + tl.program_id(1)) * (SPLITS * ROWS * CHUNK)
-        v_tile = v_at + rows[:, None] * CHUNK + ranks[None, :]
-        acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
-        for chunk in range(chunks):
-            is_rank = ranks < tl.load(item_rank + first + chunk)
-            b_rows = pages + tl.load(item_b + first + chunk) + ranks.to(tl.int64)[:, None] * width
-            b = tl.load(b_rows + cols[None, :], mask=is_rank[:, None] & is_col[None, :], other=0.0)
-            v = tl.zeros((ROWS, CHUNK), tl.float32)
-            for split in tl.static_range(SPLITS):
-                v += tl.load(v_tile + (chunk * SPLITS + split) * (ROWS * CHUNK))
-            acc = tl.dot(v.to(b.dtype), b, acc, input_precision=PRECISION)
-        out = y + (tl.load(item_row + first) + rows).to(tl.int64)[:, None] * stride_y + offset + cols[None, :]
-        _add_to(out, acc, tl.load(item_scale + first), is_row[:, None] & is_col[None, :])

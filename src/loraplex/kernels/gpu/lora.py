@@ -1,137 +1,173 @@
 """Launching shrink and expand: two launches a fused linear, whatever the mix."""
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from loraplex.kernels.gpu.expand import expand_decode, expand_prefill
-from loraplex.kernels.gpu.items import WorkItems, plan_items
+from loraplex.kernels.gpu.expand import expand
+from loraplex.kernels.gpu.items import WorkItems
 from loraplex.kernels.gpu.shrink import shrink_decode, shrink_prefill
-from loraplex.kernels.types import LoraBatch, LoraSite
+from loraplex.kernels.types import LoraSite
 
 CHUNK = 16  # ranks a chunk has at most: pool.geometry.MAX_CHUNK_RANK
 MAX_SITES = 3  # of one fused linear: q, k and v
-DECODE_ROWS, PREFILL_ROWS = 16, 64  # rows of a block
-PREFILL_FROM = 257  # rows of a step from which blocks are large
+DECODE_ROWS, PREFILL_ROWS = 8, 64  # rows of a block
+MAX_DECODE_ROWS = 16  # blocks up to which the decode kernels run
+GROUPS = 4  # parts of a slice of K that are summed apart, one a warp
+RUN = 64  # elements of K a group has next to each other
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile sizes of a fused linear's launches. Sums depend on `block_k` and `loops` alone, never on the mix."""
+    """Tile sizes of a fused linear's launches. Sums depend on `block_k` and `groups` alone, never on the mix.
 
-    block_k: int
-    loops: int  # blocks of K that one program sums
+    With more than one warp in expand they depend on the size of a block too.
+    """
+
+    block_k: int  # slice of K that one program sums
     block_n: int
-    shrink_warps: int
-    expand_warps: int
-    pdl: bool = False  # programmatic dependent launch: Hopper and newer
+    groups: int = GROUPS  # parts of a slice that are summed apart, one a warp of shrink
+    expand_warps: int = 1
+    shrink_registers: int | None = None  # at most, a thread
+    expand_registers: int | None = None
+    shrink_pdl: bool = False  # programmatic dependent launch, on what is before in the stream: Hopper and newer
+    expand_pdl: bool = False
+    pdl_early: bool = True  # the next kernel starts at once, not when this one's programs end
+    prefill_n: int = 128
+    prefill_warps: int = 4
 
     def splits(self, d_in: int) -> int:
         """Programs that share K."""
-        return -(-d_in // (self.block_k * self.loops))
+        return -(-d_in // self.block_k)
 
 
-def choose_tiles(d_in: int, block_rows: int) -> Tiles:
-    """Tile sizes by shape; found with bench/bench_lora_kernels.py on an H200."""
-    if block_rows == DECODE_ROWS:
-        block_k = min(512, triton.next_power_of_2(d_in))
-        return Tiles(block_k, loops=1, block_n=256, shrink_warps=2, expand_warps=1)
-    loops = triton.cdiv(d_in, 128 * 4) if d_in > 512 else 1
-    return Tiles(block_k=128, loops=loops, block_n=128, shrink_warps=4, expand_warps=4)
+def choose_tiles(d_in: int, width: int = 0, *, pdl: bool = False) -> Tiles:
+    """Tile sizes by d_in and the columns of the fused output; found with bench/bench_lora_kernels.py on an H200."""
+    block_k = max(16 * GROUPS, min(1024 if d_in > 8192 else 512, triton.next_power_of_2(d_in)))
+    tiles = Tiles(block_k, block_n=256, shrink_pdl=pdl, expand_pdl=pdl)
+    # Fewer registers, more programs at a time: pays for many columns, where the partial sums fit in them.
+    return replace(tiles, expand_registers=160) if width > 4096 and tiles.splits(d_in) <= 8 else tiles
+
+
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether a device has programmatic dependent launch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def partial_sums(linears: Iterable[tuple[LoraSite, ...]], capacity: int, block_rows: int) -> int:
+    """Elements that `BoundLora.part` needs for fused linears of such sites."""
+    per_item = max(len(sites) * choose_tiles(sites[0].d_in).splits(sites[0].d_in) for sites in linears)
+    return per_item * capacity * block_rows * CHUNK
 
 
 @dataclass(frozen=True, slots=True)
 class BoundLora:
-    """One step's work lists on the device, with room for the partial sums."""
+    """One step's work lists on the device, with room for the partial sums.
 
-    pages: Tensor
-    items: WorkItems
-    part: Tensor  # float32
-    num_items: int  # programs along the lists: the longest, or the capacity where a graph is captured
-
-
-def bind(batch: LoraBatch, num_rows: int, max_splits: int, *, capacity: int | None = None) -> BoundLora:
-    """Work lists of a step on the device of its pages; the other tables of `batch` are on the CPU.
-
-    `capacity` (items a site) fixes every size, for capture in a CUDA graph. `max_splits`: the most any linear has.
+    Launches read the tables on the device, so one captured graph serves any mix: `num_programs` programs share a list
+    of any length. It is the longest list's length or a little more for speed; no bit of the result depends on it.
     """
-    block_rows = DECODE_ROWS if num_rows < PREFILL_FROM else PREFILL_ROWS
-    items = plan_items(batch, block_rows, capacity)
-    device = batch.pages.device
-    part = torch.empty(MAX_SITES * items.capacity * max_splits * block_rows * CHUNK, dtype=torch.float32, device=device)
-    return BoundLora(batch.pages, items.to(device), part, items.longest if capacity is None else capacity)
+
+    pages: Tensor  # the pool, flat
+    items: WorkItems
+    part: Tensor  # float32, see `partial_sums`
+    block_rows: int  # that the items were planned with: DECODE_ROWS or PREFILL_ROWS
+    num_programs: int
 
 
-def add_lora(y: Tensor, x: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles | None = None) -> None:
-    """y[rows, site] += scale * (x A^T) B. Shapes as `Ops.add_lora`; `tiles` overrides the table, for tuning."""
-    if not bound.num_items:
+def lora_delta(
+    delta: Tensor, x: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles | None = None
+) -> None:
+    """delta[row, site] = scale * (x A^T) B where `bound.items.covered`; the rest is not written.
+
+    x [rows, d_in], delta [rows, width of the fused output], both with contiguous rows. `tiles` overrides the table.
+    """
+    if not bound.num_programs:
         return
-    indices = [site.index for site in sites]
+    first = sites[0].index
     assert len(sites) <= MAX_SITES
-    assert indices == list(range(indices[0], indices[0] + len(sites))), "sites of a linear are neighbours"
-    chosen = tiles or choose_tiles(sites[0].d_in, bound.items.block_rows)
+    assert [site.index for site in sites] == list(range(first, first + len(sites))), "sites of a linear are neighbours"
+    assert bound.num_programs <= bound.items.capacity, f"{bound.num_programs} programs, {bound.items.capacity} items"
+    width = sum(site.d_out for site in sites)
+    chosen = tiles or choose_tiles(sites[0].d_in, width, pdl=has_pdl(delta.device))
+    splits = chosen.splits(sites[0].d_in)
+    needed = len(sites) * splits * bound.items.capacity * bound.block_rows * CHUNK
+    assert needed <= bound.part.numel(), f"{needed} partial sums in a buffer of {bound.part.numel()}"
     _shrink(x, sites, bound, chosen)
-    _expand(y, sites, bound, chosen)
+    _expand(delta, sites, bound, chosen)
 
 
 def _shrink(x: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles) -> None:
     items, d_in = bound.items, sites[0].d_in
     splits = tiles.splits(d_in)
-    is_decode = items.block_rows == DECODE_ROWS
+    is_decode = bound.block_rows <= MAX_DECODE_ROWS
     kernel = shrink_decode if is_decode else shrink_prefill
-    kernel[(len(sites) * splits, bound.num_items)](
+    kernel[(len(sites) * splits, bound.num_programs)](
         x,
         bound.pages,
         bound.part,
-        items.a,
-        items.row,
-        items.num_rows,
-        items.rank,
+        items.table,
+        items.table.view(torch.int64),
+        items.count,
+        items.table.shape[1],
         items.capacity,
         sites[0].index,
         d_in,
         x.stride(0),
         SPLITS=splits,
         BLOCK_K=tiles.block_k,
-        ROWS=items.block_rows,
+        GROUPS=tiles.groups,
+        RUN=min(RUN, tiles.block_k // tiles.groups),
+        ROWS=bound.block_rows,
         CHUNK=CHUNK,
+        ALIGN=items.align,
         PRECISION="ieee",
-        num_warps=tiles.shrink_warps,
-        **({"PDL": tiles.pdl, "launch_pdl": tiles.pdl} if is_decode else {"LOOPS": tiles.loops}),
+        num_warps=tiles.groups,
+        maxnreg=tiles.shrink_registers if is_decode else None,
+        **(_pdl(tiles.shrink_pdl, tiles.expand_pdl and tiles.pdl_early) if is_decode else {"STAGES": 3}),
     )
 
 
-def _expand(y: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles) -> None:
+def _expand(delta: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles) -> None:
     items = bound.items
+    is_decode = bound.block_rows <= MAX_DECODE_ROWS
+    block_n = tiles.block_n if is_decode else tiles.prefill_n
     widths = [site.d_out for site in sites] + [0] * (MAX_SITES - len(sites))
-    ends = [sum(triton.cdiv(width, tiles.block_n) for width in widths[: i + 1]) for i in range(MAX_SITES)]
+    ends = [sum(triton.cdiv(width, block_n) for width in widths[: i + 1]) for i in range(MAX_SITES)]
     splits = tiles.splits(sites[0].d_in)
-    is_decode = items.block_rows == DECODE_ROWS
-    kernel = expand_decode if is_decode else expand_prefill
-    special = {"SPLITS_PADDED": triton.next_power_of_2(splits), "PDL": tiles.pdl, "launch_pdl": tiles.pdl}
-    kernel[(ends[-1], bound.num_items)](
-        y,
+    expand[(ends[-1], bound.num_programs)](
+        delta,
         bound.part,
         bound.pages,
-        items.b,
-        items.row,
-        items.num_rows,
-        items.rank,
-        items.chunks,
-        items.scale,
+        items.table,
+        items.table.view(torch.int64),
+        items.table.view(torch.float32),
+        items.count,
+        items.table.shape[1],
         items.capacity,
         sites[0].index,
-        y.stride(0),
+        delta.stride(0),
         ends[0],
         ends[1],
         *widths,
         SPLITS=splits,
-        BLOCK_N=tiles.block_n,
-        ROWS=items.block_rows,
+        SPLITS_PADDED=triton.next_power_of_2(splits),
+        BLOCK_N=block_n,
+        ROWS=bound.block_rows,
         CHUNK=CHUNK,
+        ALIGN=items.align,
         PRECISION="ieee",
-        num_warps=tiles.expand_warps,
-        **(special if is_decode else {}),
+        num_warps=tiles.expand_warps if is_decode else tiles.prefill_warps,
+        maxnreg=tiles.expand_registers if is_decode else None,
+        **_pdl(tiles.expand_pdl and is_decode, tiles.shrink_pdl and tiles.pdl_early and is_decode),
     )
+
+
+def _pdl(waits: bool, signals: bool) -> dict[str, bool]:
+    """Launch options: start before the kernel before ends and wait in the program; let the next one start."""
+    return {"launch_pdl": waits, "WAITS": waits, "SIGNALS": signals}

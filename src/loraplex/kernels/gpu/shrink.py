@@ -1,8 +1,9 @@
 """Shrink: v = x A^T for every work item, as split-K partial sums.
 
-A program owns one site, one slice of K and one item. Partial sums are written, never added to: no zero fill, no
-atomics, and the order of every sum depends on shapes only. BGMV and SGMV of Punica (arXiv 2310.18547, section 4) over
-paged chunks.
+A program owns one site and one slice of K, and takes every num_programs-th item of the site's list. A slice is cut into
+runs of RUN elements dealt to GROUPS groups, one a warp; a group sums its runs in order through the matrix units, then
+the groups are summed. Partial sums are written, never added to: no zero fill, no atomics, and the order of every sum
+depends on d_in only. BGMV and SGMV of Punica (arXiv 2310.18547, section 4) over paged chunks.
 """
 
 import triton
@@ -10,96 +11,138 @@ import triton.language as tl
 
 
 @triton.jit
+def read_item(table, table64, at, exists, WORD64: tl.constexpr, ALIGN: tl.constexpr):
+    """Entry `at`: first row, packed word (rows, rank << 8, chunks << 16), offset in the pool (A: WORD64 0, B: 1)."""
+    row0 = tl.load(table + at * 8 + 4, mask=exists, other=0)
+    packed = tl.load(table + at * 8 + 5, mask=exists, other=0)
+    offset = tl.load(table64 + at * 4 + WORD64, mask=exists, other=0)
+    # Written so that the compiler knows the alignment also inside loops.
+    return row0, packed, offset // ALIGN * ALIGN
+
+
+@triton.jit
+def _slice_of_k(split, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr):
+    """Elements of K in a slice [GROUPS, BLOCK_K / GROUPS], runs dealt to the groups in turn."""
+    j = tl.arange(0, BLOCK_K // GROUPS)
+    return (j // RUN * (GROUPS * RUN) + j % RUN)[None, :] + tl.arange(0, GROUPS)[:, None] * RUN + split * BLOCK_K
+
+
+@triton.jit
+def _read_a(a_item, rank, k, is_k, d_in, CHUNK: tl.constexpr):
+    """A at elements k [groups, elements] of K: [groups, CHUNK, elements], zeros beyond the rank and K."""
+    ranks = tl.arange(0, CHUNK)
+    places = a_item + ranks.to(tl.int64)[None, :, None] * d_in + k[:, None, :]
+    return tl.load(places, mask=(ranks < rank)[None, :, None] & is_k[:, None, :], other=0.0)
+
+
+@triton.jit
+def _read_x(x, row0, num_rows, k, is_k, stride_x, ROWS: tl.constexpr):
+    """x of an item's rows at elements k [groups, elements]: [groups, elements, ROWS], zeros beyond its rows and K."""
+    rows = tl.arange(0, ROWS)
+    places = x + (row0 + rows).to(tl.int64)[None, None, :] * stride_x + k[:, :, None]
+    return tl.load(places, mask=(rows < num_rows)[None, None, :] & is_k[:, :, None], other=0.0)
+
+
+@triton.jit
+def _store_partial(part, index, v, num_rows, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Groups' sums v [groups, CHUNK, ROWS], added up, to the partial sums' place `index`."""
+    rows = tl.arange(0, ROWS)[None, :]
+    out = part + index.to(tl.int64) * (ROWS * CHUNK) + rows * CHUNK + tl.arange(0, CHUNK)[:, None]
+    tl.store(out, tl.sum(v, axis=0), mask=rows < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_sites", "capacity", "first_site"])
 def shrink_decode(
     x,  # [rows, d_in], row stride stride_x
     pages,  # the pool, flat
     part,  # [sites, items, SPLITS, ROWS, CHUNK] float32
-    item_a,  # the lists of WorkItems, [num_sites, capacity]
-    item_row,
-    item_rows,
-    item_rank,
+    table,  # WorkItems.table, as int32 and as int64
+    table64,
+    count,
+    num_sites,
     capacity,
     first_site,
     d_in,
     stride_x,
     SPLITS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # the slice
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    WAITS: tl.constexpr,
+    SIGNALS: tl.constexpr,
 ):
-    """One slice of K a program. A lone row is multiplied and summed in float32, several go through the matrix units.
+    """A whole slice at once, so that all its bytes are under way together.
 
-    With PDL (programmatic dependent launch) the program starts while the kernel before it still runs and reads A
-    meanwhile. x and part it touches after the wait, which every program passes, so that completion stays transitive.
+    WAITS, SIGNALS: programmatic dependent launch. The program starts while the kernel before it still runs and reads
+    its first A meanwhile; x and part it touches after the wait, which every program passes.
     """
-    if PDL:
+    if SIGNALS:
         tl.extra.cuda.gdc_launch_dependents()
     site = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    at = (first_site + site) * capacity + tl.program_id(1)
-    rank = tl.load(item_rank + at)
-    row0 = tl.load(item_row + at)
-    num_rows = tl.load(item_rows + at)
-    ranks = tl.arange(0, CHUNK)
-    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    item = tl.program_id(1)
+    at = item * num_sites + first_site + site
+    row0, packed, offset = read_item(table, table64, at, True, 0, ALIGN)  # whether or not the list is as long
+    length = tl.load(count + first_site + site)
+    k = _slice_of_k(split, BLOCK_K, GROUPS, RUN)
     is_k = k < d_in
-    a_tile = pages + tl.load(item_a + at) + ranks.to(tl.int64)[:, None] * d_in + k[None, :]
-    a = tl.load(a_tile, mask=(ranks < rank)[:, None] & is_k[None, :], other=0.0)
-    if PDL:
+    # The entry is tested with the length, so that both are read at once: its words are never negative.
+    while (item < length) & (packed >= 0) & (offset >= 0):
+        num_rows, rank = packed & 0xFF, (packed >> 8) & 0xFF
+        a = _read_a(pages + offset, rank, k, is_k, d_in, CHUNK)
+        if WAITS:
+            tl.extra.cuda.gdc_wait()
+        if rank > 0:
+            v = tl.dot(a, _read_x(x, row0, num_rows, k, is_k, stride_x, ROWS), input_precision=PRECISION)
+            _store_partial(part, (site * capacity + item) * SPLITS + split, v, num_rows, ROWS, CHUNK)
+        item += tl.num_programs(1)
+        row0, packed, offset = read_item(table, table64, item * num_sites + first_site + site, item < length, 0, ALIGN)
+    if WAITS:
         tl.extra.cuda.gdc_wait()
-    if rank > 0:
-        out = part + ((site * capacity + tl.program_id(1)) * SPLITS + split) * (ROWS * CHUNK)
-        if num_rows == 1:
-            lone = tl.load(x + row0.to(tl.int64) * stride_x + k, mask=is_k, other=0.0).to(tl.float32)
-            tl.store(out + ranks, tl.sum(a.to(tl.float32) * lone[None, :], axis=1))
-        else:
-            rows = tl.arange(0, ROWS)
-            is_row = rows < num_rows
-            x_tile = x + (row0 + rows).to(tl.int64)[None, :] * stride_x + k[:, None]
-            tile = tl.load(x_tile, mask=is_row[None, :] & is_k[:, None], other=0.0)
-            v = tl.dot(a, tile, input_precision=PRECISION)
-            tl.store(out + rows[None, :] * CHUNK + ranks[:, None], v, mask=is_row[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sites", "capacity", "first_site"])
 def shrink_prefill(
     x,
     pages,
     part,  # [sites, items, SPLITS, ROWS, CHUNK] float32
-    item_a,
-    item_row,
-    item_rows,
-    item_rank,
+    table,
+    table64,
+    count,
+    num_sites,
     capacity,
     first_site,
     d_in,
     stride_x,
     SPLITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LOOPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Many rows: tiles of rows through the matrix units."""
+    """Many rows: one run of every group at a time, sums in the same order as `shrink_decode`."""
     site = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    at = (first_site + site) * capacity + tl.program_id(1)
-    rank = tl.load(item_rank + at)
-    if rank > 0:
-        rows = tl.arange(0, ROWS)
-        ranks = tl.arange(0, CHUNK)
-        is_row = rows < tl.load(item_rows + at)
-        a_rows = pages + tl.load(item_a + at) + ranks.to(tl.int64)[:, None] * d_in
-        x_rows = x + (tl.load(item_row + at) + rows).to(tl.int64)[None, :] * stride_x
-        acc = tl.zeros((CHUNK, ROWS), tl.float32)
-        for loop in range(LOOPS):
-            k = (split * LOOPS + loop) * BLOCK_K + tl.arange(0, BLOCK_K)
-            is_k = k < d_in
-            a = tl.load(a_rows + k[None, :], mask=(ranks < rank)[:, None] & is_k[None, :], other=0.0)
-            xs = tl.load(x_rows + k[:, None], mask=is_row[None, :] & is_k[:, None], other=0.0)
-            acc = tl.dot(a, xs, acc, input_precision=PRECISION)
-        out = part + ((site * capacity + tl.program_id(1)) * SPLITS + split) * (ROWS * CHUNK)
-        tl.store(out + rows[None, :] * CHUNK + ranks[:, None], acc)
+    length = tl.load(count + first_site + site)
+    place = tl.arange(0, GROUPS)[:, None] * RUN + tl.arange(0, RUN)[None, :] + split * BLOCK_K
+    for item in range(tl.program_id(1), length, tl.num_programs(1)):
+        at = item * num_sites + first_site + site
+        row0, packed, offset = read_item(table, table64, at, True, 0, ALIGN)
+        num_rows, rank = packed & 0xFF, (packed >> 8) & 0xFF
+        if rank > 0:
+            v = tl.zeros((GROUPS, CHUNK, ROWS), tl.float32)
+            for start in tl.range(0, BLOCK_K, GROUPS * RUN, num_stages=STAGES):
+                k = place + start
+                is_k = k < d_in
+                a = _read_a(pages + offset, rank, k, is_k, d_in, CHUNK)
+                xs = _read_x(x, row0, num_rows, k, is_k, stride_x, ROWS)
+                v = tl.dot(a, xs, v, input_precision=PRECISION)
+            _store_partial(part, (site * capacity + item) * SPLITS + split, v, num_rows, ROWS, CHUNK)

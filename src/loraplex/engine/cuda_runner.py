@@ -1,0 +1,281 @@
+"""Steps on CUDA: decoding in captured graphs, the rest launch by launch, and nobody waits before results are read.
+
+Everything runs on one stream, so pages that the host hands on are written by their new owner after the old one read
+them. Adapters' work lists are planned on the host when the mix changes, and read by the kernels on the device: a graph
+serves any mix. Graphs differ in rows, and in how many programs share a work list.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loraplex.core import PageId, SequenceId
+from loraplex.engine.batch import BatchBuilder, PageBuffer
+from loraplex.engine.cuda_buckets import program_buckets, row_buckets
+from loraplex.engine.cuda_tables import StepTables
+from loraplex.engine.runner import Step, StepInFlight
+from loraplex.kernels import KvBatch, LoraBatch
+from loraplex.kernels.gpu import DECODE_ROWS, PREFILL_ROWS, BoundLora, WorkItems, partial_sums, plan_items
+from loraplex.kernels.gpu.attention import PagedAttention, StepAttention
+from loraplex.kernels.gpu.glue import resolve_tokens
+from loraplex.kernels.gpu.ops import CudaOps
+from loraplex.kernels.gpu.sampling import filter_weights
+from loraplex.model import Decoder, DeviceBatch, Sampled, SamplingRow, draw_on_device, needs_host, sample
+from loraplex.scheduler import StepPlan
+
+MAX_ITEMS = 1024  # of a list in a graph; longer ones run launch by launch
+_RESULTS = 3  # steps whose results may be unread at once, and one more
+_Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """Results of a step on their way to the host."""
+
+    event: torch.cuda.Event
+    result: Tensor  # pinned [num_draws] int64: the token, or -1 where the logits were not finite
+    places: list[int]
+
+    def wait(self) -> list[Sampled]:
+        self.event.synchronize()
+        values = self.result.tolist()
+        return [Sampled(max(values[i], 0), is_finite=values[i] >= 0) for i in self.places]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    drawn: list[Sampled]
+
+    def wait(self) -> list[Sampled]:
+        return self.drawn
+
+
+class _Adapters:
+    """Work lists of the adapters of a step, sent again only when the mix or its rows change."""
+
+    def __init__(self, decoder: Decoder, max_rows: int, capacity: int, block_rows: int, align: int) -> None:
+        num_sites = sum(
+            len(linear.sites)
+            for layer in decoder.layers
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+        self.block_rows = block_rows
+        self._host = WorkItems.empty(num_sites, capacity, max_rows, pin_memory=True, align=align)
+        self.items = WorkItems.empty(num_sites, capacity, max_rows, decoder.device, align=align)
+        self._sent: tuple[object, ...] | None = None
+        self._longest = 0
+
+    def send(self, batch: LoraBatch, plan: StepPlan, num_rows: int) -> int:
+        """Bring the lists of a step to the device. The longest one's length."""
+        mix = (plan.adapters, batch.seg_start.tolist(), batch.seg_slot.tolist())
+        if mix != self._sent:
+            self._longest = plan_items(batch, num_rows, self.block_rows, self._host)
+            self.items.copy_(self._host, self._longest)
+            self._sent = mix
+        return self._longest
+
+
+class CudaRunner:
+    """Runs steps on a GPU. `capture` before use."""
+
+    overlaps = True
+
+    def __init__(self, decoder: Decoder, buffer: PageBuffer, max_seqs: int) -> None:
+        assert isinstance(decoder.ops, CudaOps)
+        self._decoder = decoder
+        self._buffer = buffer
+        self._builder = BatchBuilder(buffer)
+        self._max_seqs = max_seqs
+        device, geometry = decoder.device, buffer.geometry
+        self._stream = torch.cuda.Stream(device, priority=-5)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            decoder.ops.reserve(decoder.max_rows, decoder.dtype)
+            self._tables = StepTables(decoder.max_rows, max_seqs, geometry.num_pages, geometry.page_tokens, device)
+            shapes = (layer.attention for layer in decoder.layers)
+            self._attention = PagedAttention(shapes, decoder.dtype, geometry.page_tokens, device)
+            self._any_attention = self._attention.for_any()
+            self._tokens = torch.zeros(decoder.max_rows, dtype=torch.int64, device=device)
+            self._logits = torch.zeros(max_seqs, decoder.config.vocab_size, dtype=torch.float32, device=device)
+            self._best = torch.zeros(max_seqs, dtype=torch.float32, device=device)
+            self._drawn = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+            self._make_lora(decoder)
+        self._results = [torch.zeros(max_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_RESULTS)]
+        self._num_steps = 0
+        self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._drawn_at: dict[SequenceId, int] = {}
+        self._graph_attention: dict[int, StepAttention] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+
+    def _make_lora(self, decoder: Decoder) -> None:
+        layers, dims = decoder.layers, {8}
+        self._linears = [
+            linear.sites for layer in layers[:1] for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
+        for sites in self._linears:
+            dims |= {size for site in sites for size in (site.d_in, site.d_out)}
+        align = 8 if all(size % 8 == 0 for size in dims) else 1
+        self._decode_lora = _Adapters(decoder, self._max_seqs, MAX_ITEMS, DECODE_ROWS, align)
+        self._align = align
+        self._prefill_lora: _Adapters | None = None
+        size = partial_sums(self._linears, MAX_ITEMS, DECODE_ROWS)
+        self._part = torch.empty(size, dtype=torch.float32, device=decoder.device)
+
+    # ------------------------------------------------------------------ capture
+    def capture(self, progress: _Progress | None = None) -> None:
+        """Compile and capture every graph, largest first. `progress` is called with (graphs done, graphs in all)."""
+        wanted = [
+            (rows, programs)
+            for rows in reversed(row_buckets(self._max_seqs))
+            for programs in (*reversed(program_buckets(rows)), 0)
+        ]
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
+            for done, (rows, programs) in enumerate(wanted, start=1):
+                self._graphs[rows, programs] = self._capture(rows, programs, pool)
+                if progress:
+                    progress(done, len(wanted))
+            self._stream.synchronize()
+
+    def _capture(self, rows: int, programs: int, pool: Any) -> _Graph:
+        attention = self._graph_attention.get(rows)
+        if attention is None:
+            attention = self._graph_attention[rows] = self._attention.for_graph(rows, self._tables.device("kv_pages"))
+        self._tables.fill_empty(rows)
+        self._tables.send(rows)
+        attention.plan(self._tables.kv_pages(rows))
+        lora = self._bound(self._decode_lora, self._part, programs) if programs else None
+        batch = DeviceBatch(self._tokens[:rows], None, self._kv(rows, attention), lora)
+        self._run(batch, rows)  # compiles what is not compiled yet, which a capture may not
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+            self._run(batch, rows)
+        return _Graph(graph, rows)
+
+    def _bound(self, adapters: _Adapters, part: Tensor, programs: int) -> LoraBatch:
+        bound = BoundLora(self._buffer.flat, adapters.items, part, adapters.block_rows, programs)
+        none = adapters.items.count
+        return LoraBatch(self._buffer.flat, none, none, none, none, none, none, none, bound)
+
+    def _kv(self, rows: int, attention: StepAttention) -> KvBatch:
+        tables = self._tables
+        row_pos, none = tables.device("row_pos", rows), tables.device("row_pos", 0)
+        return KvBatch(self._buffer.kv, none, none, none, row_pos, tables.bound(rows, attention))
+
+    def _run(self, batch: DeviceBatch, num_draws: int, on_layer: Callable[[], None] = lambda: None) -> None:
+        """The whole step on the device, greedy draws included."""
+        rows = batch.token_ids.shape[0]
+        tables = self._tables
+        resolve_tokens(tables.device("tokens", rows), tables.device("source", rows), self._drawn, self._tokens)
+        logits = self._decoder.forward(batch, on_layer, self._logits[:num_draws])
+        if num_draws:
+            torch.max(logits, dim=-1, out=(self._best[:num_draws], self._drawn[:num_draws]))
+
+    # ------------------------------------------------------------------ steps
+    def load(self, pages: Sequence[PageId], image: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            self._buffer.fill(pages, image)
+
+    def launch(self, step: Step) -> StepInFlight:
+        with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
+            self._sent.synchronize()  # the pinned tables are the last step's until they are on the device
+            places = self._start(step)
+            return self._draw(step, places)
+
+    def _start(self, step: Step) -> list[int]:
+        """Start a step; where each draw's logits stand."""
+        plan = step.plan
+        num_rows, num_seqs = plan.num_tokens, len(plan.chunks)
+        lora = self._builder.lora(plan, step.packed) if plan.adapters else None
+        if num_rows == num_seqs:
+            longest = self._decode_lora.send(lora, plan, num_rows) if lora is not None and self._fits(lora, plan) else 0
+            if lora is None or longest:
+                self._replay(step, num_rows, longest)
+                return [i for i, chunk in enumerate(plan.chunks) if chunk.samples]
+        self._run_eagerly(step, lora)
+        return list(range(len(step.draws)))
+
+    def _fits(self, lora: LoraBatch, plan: StepPlan) -> bool:
+        """Whether the longest work list of a decoding step is short enough for the graphs."""
+        chunks = lora.chunk_start.diff(dim=1).amax(dim=1)
+        return int(chunks.max()) * len(plan.chunks) <= MAX_ITEMS
+
+    def _replay(self, step: Step, num_rows: int, longest: int) -> None:
+        buckets = row_buckets(self._max_seqs)
+        rows = buckets[bisect_left(buckets, num_rows)]
+        programs = program_buckets(rows)
+        wanted = programs[min(bisect_left(programs, longest), len(programs) - 1)] if longest else 0
+        tables = self._tables
+        tables.fill(step.plan, step.sequences, self._drawn_at, rows - num_rows)
+        tables.send(rows)
+        self._graph_attention[rows].plan(tables.kv_pages(rows))
+        self._sent.record()
+        self._graphs[rows, wanted].graph.replay()
+
+    def _run_eagerly(self, step: Step, lora: LoraBatch | None) -> None:
+        plan, tables = step.plan, self._tables
+        num_rows, num_seqs = plan.num_tokens, len(plan.chunks)
+        tables.fill(plan, step.sequences, self._drawn_at, 0)
+        tables.send(num_seqs)
+        bound = self._bind_prefill(lora, plan, num_rows) if lora is not None else None
+        self._any_attention.plan(tables.kv_pages(num_seqs), tables.row_starts(num_seqs))
+        self._sent.record()
+        logit_rows = tables.device("logit_rows", len(step.draws))
+        batch = DeviceBatch(self._tokens[:num_rows], logit_rows, self._kv(num_rows, self._any_attention), bound)
+        self._run(batch, len(step.draws), step.on_layer)
+
+    def _bind_prefill(self, lora: LoraBatch, plan: StepPlan, num_rows: int) -> LoraBatch:
+        """Work lists of a step of many rows, in tables as large as such steps have needed so far."""
+        blocks = sum(
+            -(-(end - start) // PREFILL_ROWS)
+            for start, end in zip(lora.seg_start.tolist(), lora.seg_start.tolist()[1:], strict=False)
+        )
+        needed = blocks * int(lora.chunk_start.diff(dim=1).max())
+        held = self._prefill_lora
+        if held is None or held.items.capacity < needed:
+            capacity = 1 << max(needed - 1, 63).bit_length()
+            held = self._prefill_lora = _Adapters(
+                self._decoder, self._decoder.max_rows, capacity, PREFILL_ROWS, self._align
+            )
+        longest = held.send(lora, plan, num_rows)
+        size = partial_sums(self._linears, held.items.capacity, PREFILL_ROWS)
+        part = torch.empty(size, dtype=torch.float32, device=self._decoder.device)
+        return self._bound(held, part, max(longest, 1))
+
+    # ------------------------------------------------------------------ draws
+    def _draw(self, step: Step, places: list[int]) -> StepInFlight:
+        """Draw from the logits at `places`, and send the tokens on their way."""
+        draws = step.draws
+        self._drawn_at = {
+            chunk.seq_id: place for chunk, place in zip((c for c in step.plan.chunks if c.samples), places, strict=True)
+        }
+        if step.observe is not None:
+            step.observe(self._logits[places])
+        if any(needs_host(row.params) for row in draws):
+            return _Done(sample(self._logits[places], draws, filter_weights))
+        random = [(place, row) for place, row in zip(places, draws, strict=True) if not row.params.greedy]
+        if random:
+            self._draw_at_random([place for place, _ in random], [row for _, row in random])
+        count = max(places, default=-1) + 1
+        result = self._results[self._num_steps % _RESULTS][:count]
+        self._num_steps += 1
+        is_finite = torch.isfinite(self._best[:count])
+        result.copy_(torch.where(is_finite, self._drawn[:count], -1), non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return _InFlight(event, result, places)
+
+    def _draw_at_random(self, places: list[int], rows: list[SamplingRow]) -> None:
+        at = torch.tensor(places).to(self._decoder.device, non_blocking=True)
+        drawn = draw_on_device(self._logits[at], self._best[at], rows, filter_weights)
+        self._drawn.index_copy_(0, at, drawn)

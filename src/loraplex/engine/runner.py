@@ -1,0 +1,93 @@
+"""What carries out a planned step: `launch` starts it, `StepInFlight.wait` gives what it drew."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loraplex.core import AdapterDigest, PageId, SequenceId
+from loraplex.engine.batch import BatchBuilder, PageBuffer
+from loraplex.engine.packing import PackedAdapter
+from loraplex.kernels import KvBatch
+from loraplex.model import Decoder, DeviceBatch, Sampled, SamplingRow, sample
+from loraplex.scheduler import Sequence as SequenceState
+from loraplex.scheduler import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step to run. `draws` has a row for each chunk that samples, in their order."""
+
+    plan: StepPlan
+    sequences: Mapping[SequenceId, SequenceState]
+    packed: Mapping[AdapterDigest, PackedAdapter]
+    draws: Sequence[SamplingRow]
+    observe: Callable[[Tensor], None] | None = (
+        None  # called with the logits [num_draws, vocab] before they are drawn from
+    )
+    on_layer: Callable[[], None] = lambda: None
+
+
+class StepInFlight(Protocol):
+    """A step that was started."""
+
+    def wait(self) -> list[Sampled]:
+        """What it drew, in the order of its draws; returns when the device has got there."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs steps in the order they are launched.
+
+    Where `overlaps`, a step may be launched while the one before runs, and may use tokens that nobody has seen yet.
+    """
+
+    @property
+    def overlaps(self) -> bool: ...
+
+    def load(self, pages: Sequence[PageId], image: Tensor) -> None:
+        """Copy an adapter's page images to its pages, before the next step and after those launched."""
+        ...
+
+    def launch(self, step: Step) -> StepInFlight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    drawn: list[Sampled]
+
+    def wait(self) -> list[Sampled]:
+        return self.drawn
+
+
+class EagerRunner:
+    """Runs a step from start to end in `launch`, on any device."""
+
+    overlaps = False
+
+    def __init__(self, decoder: Decoder, buffer: PageBuffer) -> None:
+        self._decoder = decoder
+        self._buffer = buffer
+        self._builder = BatchBuilder(buffer)
+
+    def load(self, pages: Sequence[PageId], image: Tensor) -> None:
+        self._buffer.fill(pages, image)
+
+    def launch(self, step: Step) -> StepInFlight:
+        batch = self._builder.build(step.plan, step.sequences, step.packed)
+        logits = self._decoder.forward(_on_device(batch, self._decoder.device), step.on_layer)
+        if step.observe is not None:
+            step.observe(logits)
+        return _Done(sample(logits, step.draws))
+
+
+def _on_device(batch: DeviceBatch, device: torch.device) -> DeviceBatch:
+    """The batch as the operations of torch take it. Tables of adapters stay on the host, where they are read."""
+    if device.type == "cpu":
+        return batch
+    kv = batch.kv
+    tables = (table.to(device) for table in (kv.page_table, kv.seq_start, kv.row_seq, kv.row_pos))
+    logit_rows = None if batch.logit_rows is None else batch.logit_rows.to(device)
+    return DeviceBatch(batch.token_ids.to(device), logit_rows, KvBatch(kv.pages, *tables), batch.lora)

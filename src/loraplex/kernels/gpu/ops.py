@@ -1,0 +1,153 @@
+"""The operations on CUDA: dense products by cuBLAS, attention by FlashInfer, adapters and the rest in Triton.
+
+A linear's adapters run beside its product on a second stream, into a buffer that the next operation adds. There is one
+such buffer: a delta is read before the next linear begins.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loraplex.kernels.gpu import glue
+from loraplex.kernels.gpu.lora import BoundLora, lora_delta
+from loraplex.kernels.types import (
+    AttentionShape,
+    HeadNorms,
+    KvBatch,
+    Linear,
+    LoraBatch,
+    LoraDelta,
+    LoraSite,
+    RopeTable,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    """Pages of every sequence of a step, one list after the other."""
+
+    starts: Tensor  # [num_seqs + 1] int32 on the host
+    last_len: Tensor  # [num_seqs] int32 on the host: tokens in each sequence's last page
+    pages: Tensor  # [starts[-1]] int32 on the device
+
+
+class Attention(Protocol):
+    """One step's attention, planned (`attention.StepAttention`)."""
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, out: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BoundKv:
+    """Where a step's rows stand, on the device: `KvBatch.native` here."""
+
+    row_page: Tensor  # [rows] int32: page of the row's own key and value; -1 stores none
+    row_offset: Tensor  # [rows] int32: its place in that page
+    row_pos: Tensor  # [rows] int32
+    attention: Attention
+
+
+class CudaOps:
+    """bfloat16 and float16 on NVIDIA GPUs. Batches come bound: `native` is a BoundLora and a BoundKv.
+
+    `reserve` before the first step. Nothing here waits for the device, so a step may be captured in a CUDA graph.
+    """
+
+    name = "Triton and FlashInfer on CUDA"
+    in_graphs = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._widest = 0
+        self._delta: Tensor | None = None
+
+    def reserve(self, max_rows: int, dtype: torch.dtype) -> None:
+        """Room for what adapters add in a step of `max_rows` rows. After the last `prepare_linear`."""
+        self._delta = torch.empty(max_rows * self._widest, dtype=dtype, device=self._device)
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, sites: tuple[LoraSite, ...] = ()) -> Linear:
+        if sites:
+            self._widest = max(self._widest, weight.shape[0])
+        return Linear(weight.contiguous(), bias, weight.shape[1], weight.shape[0], sites)
+
+    def bind_lora(self, batch: LoraBatch) -> LoraBatch:
+        assert isinstance(batch.native, BoundLora), "the runner binds a step's adapters"
+        return batch
+
+    def bind_kv(self, batch: KvBatch) -> KvBatch:
+        assert isinstance(batch.native, BoundKv), "the runner binds a step's sequences"
+        return batch
+
+    def linear(self, x: Tensor, linear: Linear, out: Tensor, lora: LoraBatch | None = None) -> LoraDelta | None:
+        if lora is None or not linear.sites:
+            self._product(x, linear, out)
+            return None
+        bound: BoundLora = lora.native
+        assert self._delta is not None, "reserve comes first"
+        values = self._delta[: out.numel()].view(out.shape)
+        main = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(main)
+        self._product(x, linear, out)
+        with torch.cuda.stream(self._side):
+            lora_delta(values, x, linear.sites, bound)
+        main.wait_stream(self._side)
+        return LoraDelta(values, bound.items.covered, linear.sites)
+
+    def _product(self, x: Tensor, linear: Linear, out: Tensor) -> None:
+        if out.dtype is not x.dtype:
+            assert linear.bias is None, "a wide output has no bias"
+            torch.mm(x, linear.weight.T, out_dtype=out.dtype, out=out)
+        elif linear.bias is None:
+            torch.mm(x, linear.weight.T, out=out)
+        else:
+            torch.addmm(linear.bias, x, linear.weight.T, out=out)
+
+    def add_rms_norm(
+        self,
+        residual: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        glue.add_rms_norm(residual, update, delta, weight, eps, out)
+
+    def final_norm(
+        self,
+        residual: Tensor,
+        update: Tensor,
+        rows: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        glue.add_rms_norm(residual, update, delta, weight, eps, out, rows)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        layer: int,
+        shape: AttentionShape,
+        rope: RopeTable,
+        norms: HeadNorms | None,
+        kv: KvBatch,
+        delta: LoraDelta | None = None,
+    ) -> None:
+        bound: BoundKv = kv.native
+        keys, values = kv.pages[:, layer, 0], kv.pages[:, layer, 1]
+        where = (bound.row_page, bound.row_offset, bound.row_pos)
+        glue.rope_and_store(qkv, delta, shape, rope, norms, keys, values, *where)
+
+    def attention(self, qkv: Tensor, layer: int, shape: AttentionShape, kv: KvBatch, out: Tensor) -> None:
+        bound: BoundKv = kv.native
+        q = qkv.view(qkv.shape[0], -1, shape.head_dim)[:, : shape.num_heads]
+        keys, values = kv.pages[:, layer, 0], kv.pages[:, layer, 1]
+        bound.attention.run(q, keys, values, shape, out.view(q.shape))
+
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor, delta: LoraDelta | None = None) -> None:
+        glue.silu_and_mul(gate_up, delta, out)

@@ -1,0 +1,178 @@
+"""The engine on a GPU against float32 references: graphs under changing mixes, chunks, preemption, poisoned pages."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.core import AdapterRef, SamplingParams
+from loraplex.engine import Engine
+from tests import oracle
+from tests.oracle import Harness, Reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+}
+RANKS = (4, 8, 33, 128)
+LONG = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+Served = tuple[Path, list[Path]]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A base in bfloat16 and adapters of several ranks, the second of two projections only."""
+    family = request.param
+    extra = {"sliding_window": 24} if family == "mistral" else {}
+    base = oracle.make_base(tmp_path_factory.mktemp(family), family, dtype=torch.bfloat16, **SHAPE, **extra)
+    adapters = []
+    for i, rank in enumerate(RANKS):
+        targets = ("q_proj", "down_proj") if i == 1 else oracle.PROJECTIONS
+        directory = tmp_path_factory.mktemp(f"{family}-{rank}")
+        adapters.append(oracle.make_adapter(directory, base, rank=rank, seed=i, targets=targets, size=0.5))
+    return base, adapters
+
+
+def poison(engine: Engine) -> None:
+    torch.cuda.synchronize()
+    oracle.poison_free_pages(engine)
+    torch.cuda.synchronize()
+
+
+def make_harness(served: Served, **settings: Any) -> tuple[Harness, list[AdapterRef | None]]:
+    base, adapters = served
+    defaults = {"dtype": "bfloat16", "device": "cuda", "kv_pages": 200, "max_num_seqs": 8, "memory_bytes": None}
+    harness = Harness(base, poison, **(defaults | settings))
+    return harness, [None, *(harness.load(f"a{i}", path) for i, path in enumerate(adapters))]
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest over rows."""
+    wide = wanted.double()
+    return float(((got.double().cpu() - wide).norm(dim=-1) / wide.norm(dim=-1)).max())
+
+
+def assert_equal_references(harness: Harness, served: Served, asked: list[tuple[str, tuple[int, ...], int]]) -> None:
+    """Errors against float32 are no larger than those of transformers and PEFT in bfloat16, but for chance."""
+    base, adapters = served
+    ours, theirs = [], []
+    for which in {one[2] for one in asked}:
+        reference = Reference(base, adapters[which - 1] if which else None)
+        mine = [(prompt, harness.trace(name)) for name, prompt, other in asked if other == which]
+        lists = [([*prompt, *trace.tokens[:-1]], len(prompt) - 1) for prompt, trace in mine]
+        wanted = [reference.logits(tokens)[first:] for tokens, first in lists]
+        reference.model.to(torch.bfloat16)
+        for (_, trace), (tokens, first), exact in zip(mine, lists, wanted, strict=True):
+            ours.append(relative_error(torch.stack(trace.logits), exact))
+            theirs.append(relative_error(reference.logits(tokens)[first:], exact))
+    assert not {name for name, _, _ in asked} & harness.failures.keys()
+    assert max(ours) <= 1.25 * max(theirs), (max(ours), max(theirs))
+
+
+def test_changing_mixes_equal_the_references(served: Served) -> None:
+    """Requests of every adapter and the base come and go, so that graphs replay with ever other lists."""
+    harness, refs = make_harness(served)
+    rng = random.Random(0)
+    asked = []
+    for turn in range(24):
+        which = rng.randrange(len(refs))
+        prompt = oracle.random_prompt(rng.randint(1, 60), turn)
+        params = SamplingParams(max_tokens=rng.randint(1, 20), temperature=0.0, ignore_eos=True)
+        asked.append((harness.add(prompt, params, refs[which]), prompt, which))
+        for _ in range(rng.randint(0, 4)):
+            harness.step()
+    harness.run()
+    harness.check_all_free()
+    assert_equal_references(harness, served, asked)
+
+
+def test_chunks_preemption_and_eviction_change_nothing(served: Served) -> None:
+    harness, refs = make_harness(served, kv_pages=100, max_num_batched_tokens=24, max_num_seqs=6, max_loras=2)
+    asked = []
+    for turn in range(12):
+        which = turn % len(refs)
+        prompt = oracle.random_prompt(10 + 9 * (turn % 5), turn)
+        asked.append((harness.add(prompt, LONG, refs[which]), prompt, which))
+    harness.run()
+    harness.check_all_free()
+    assert harness.engine.stats().num_adapter_evictions > 0
+    assert_equal_references(harness, served, asked)
+
+
+def test_tokens_do_not_depend_on_the_adapters_beside_them(served: Served) -> None:
+    """The same rows in the same places, other adapters in the other rows: not a bit of a row's logits changes."""
+    prompts = [oracle.random_prompt(20, seed) for seed in range(8)]
+    seen = []
+    for others in ((1, 2, 3), (4, 4, 2), (0, 0, 0)):
+        harness, refs = make_harness(served)
+        mix = [3, others[0], others[1], others[2], 3, others[0], others[1], others[2]]
+        names = [harness.add(prompt, LONG, refs[which]) for prompt, which in zip(prompts, mix, strict=True)]
+        harness.run()
+        seen.append([torch.stack(harness.trace(names[i]).logits) for i in (0, 4)])
+    for other in seen[1:]:
+        for mine, theirs in zip(seen[0], other, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_random_draws_with_a_seed_repeat(served: Served) -> None:
+    harness, refs = make_harness(served)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+    special = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True, logprobs=2)
+    prompt = oracle.random_prompt(15, 3)
+    alone = harness.answer(prompt, params, refs[2]).tokens
+    assert harness.answer(prompt, params, refs[2]).tokens == alone
+    assert harness.answer(prompt, special, refs[2]).tokens == alone
+
+
+def test_penalties_and_stop_tokens_see_every_token(served: Served) -> None:
+    harness, refs = make_harness(served)
+    prompt = oracle.random_prompt(9, 1)
+    greedy = harness.answer(prompt, LONG, refs[1]).tokens
+    stop = greedy[5]
+    params = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(stop,))
+    assert harness.answer(prompt, params, refs[1]).tokens == greedy[: greedy.index(stop) + 1]
+    banned = SamplingParams(max_tokens=24, temperature=0.0, logit_bias=tuple((t, -100.0) for t in set(greedy)))
+    assert not set(harness.answer(prompt, banned, refs[1]).tokens) & set(greedy)
+    unique = SamplingParams(max_tokens=24, temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)
+    harness.answer(prompt, unique, refs[1])
+
+
+def test_work_lists_beyond_the_graphs_run_all_the_same(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex.engine import cuda_runner
+
+    monkeypatch.setattr(cuda_runner, "MAX_ITEMS", 8)
+    harness, refs = make_harness(served)
+    asked = []
+    for turn in range(6):
+        prompt = oracle.random_prompt(12, turn)
+        asked.append((harness.add(prompt, LONG, refs[4]), prompt, 4))
+    harness.run()
+    assert_equal_references(harness, served, asked)
+
+
+def test_poisonous_adapter_fails_its_own_requests_only(served: Served) -> None:
+    """Weights whose product overflows bfloat16's reach give NaN or Inf to their own rows alone."""
+    harness, refs = make_harness(served)
+    prompt = oracle.random_prompt(20, 2)
+    clean = harness.answer(prompt, LONG, refs[1])
+    ref = refs[3]
+    assert ref is not None
+    harness.engine._packed[ref.digest].image.fill_(3e38)
+    bad = harness.add(prompt, LONG, ref)
+    good = harness.add(prompt, LONG, refs[1])
+    harness.run()
+    assert bad in harness.failures
+    assert good not in harness.failures
+    assert_equal_references(harness, served, [(good, prompt, 1)])
+    assert harness.trace(good).tokens[0] == clean.tokens[0]
