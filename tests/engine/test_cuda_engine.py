@@ -176,3 +176,23 @@ def test_poisonous_adapter_fails_its_own_requests_only(served: Served) -> None:
     assert good not in harness.failures
     assert_equal_references(harness, served, [(good, prompt, 1)])
     assert harness.trace(good).tokens[0] == clean.tokens[0]
+
+
+def test_filtered_draws_repeat_and_stay_inside(served: Served) -> None:
+    """Top-k, top-p and min-p on the device: the tokens are among those that sorting keeps."""
+    harness, refs = make_harness(served)
+    prompt = oracle.random_prompt(11, 4)
+    for options in ({"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}):
+        params = SamplingParams(max_tokens=16, temperature=1.3, seed=9, ignore_eos=True, **options)
+        alone = harness.answer(prompt, params, refs[1])
+        for token, logits in zip(alone.tokens, alone.logits, strict=True):
+            weights = torch.softmax(logits.double().cpu() / 1.3, -1)
+            order = weights.argsort(descending=True)
+            before = int((order == token).nonzero())
+            assert before < options.get("top_k", 10**6)
+            assert float(weights[order[:before]].sum()) < options.get("top_p", 1.0)
+            assert float(weights[token] / weights.max()) >= options.get("min_p", 0.0)
+        mine = harness.add(prompt, params, refs[1])
+        harness.add(prompt, SamplingParams(max_tokens=16, temperature=0.7, logprobs=1, ignore_eos=True), refs[3])
+        harness.run()
+        assert harness.trace(mine).tokens[0] == alone.tokens[0]

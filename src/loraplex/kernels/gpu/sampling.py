@@ -29,7 +29,7 @@ def _mass_and_count(bits, threshold, width, BLOCK: tl.constexpr):
 @triton.jit
 def _highest(bits, low, width, mass, count, ONE: tl.constexpr, BLOCK: tl.constexpr):
     """The highest threshold from `low` on that keeps at least `mass` and `count`. `low` itself must."""
-    high = ONE + 1
+    high = low * 0 + (ONE + 1)
     while low + 1 < high:
         middle = (low + high) // 2
         found_mass, found_count = _mass_and_count(bits, middle, width, BLOCK)
@@ -56,10 +56,10 @@ def _filter_weights(
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     threshold = tl.load(min_p + row).to(tl.int32, bitcast=True)
     if k > 0:
-        threshold = tl.maximum(threshold, _highest(own, 0, width, 0.0, tl.minimum(k, width), ONE, BLOCK))
+        threshold = tl.maximum(threshold, _highest(own, threshold * 0, width, p * 0.0, tl.minimum(k, width), ONE, BLOCK))
     if p < 1.0:
         total, _ = _mass_and_count(own, threshold, width, BLOCK)
-        threshold = _highest(own, threshold, width, p * total, 1, ONE, BLOCK)
+        threshold = _highest(own, threshold, width, p * total, k * 0, ONE, BLOCK)
     for first in range(0, width, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         found = tl.load(own + cols, mask=cols < width, other=0)
