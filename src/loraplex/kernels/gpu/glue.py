@@ -261,6 +261,20 @@ def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None, out: Tensor) -> None:
 
 
 @triton.jit
+def _pause(anything):
+    pass
+
+
+def pause(anything: Tensor) -> None:
+    """A launch that does nothing. What follows in its stream starts a moment later than what was launched beside it.
+
+    A dense product whose programs fill a processor each, and come in clusters, starts late where small programs have
+    taken their places first; started first, it leaves them the processors that it does not need.
+    """
+    _pause[(1,)](anything, num_warps=1)
+
+
+@triton.jit
 def _resolve_tokens(
     tokens,  # [rows] int32, as the host knows them
     source,  # [rows] int32: place among the last step's draws, -1 where the host knew the token

@@ -49,6 +49,10 @@ class BoundKv:
     attention: Attention
 
 
+_FEW_PROGRAMS = 16  # along a work list: adapters that take far less time than the product beside them
+_LONG_PRODUCT_BYTES = 40 * 2**20  # of weights: a product that takes longer than a pause and two launches
+
+
 class CudaOps:
     """bfloat16 and float16 on NVIDIA GPUs. Batches come bound: `native` is a BoundLora and a BoundKv.
 
@@ -92,6 +96,8 @@ class CudaOps:
         self._side.wait_stream(main)
         self._product(x, linear, out)
         with torch.cuda.stream(self._side):
+            if bound.num_programs <= _FEW_PROGRAMS and linear.weight.nbytes >= _LONG_PRODUCT_BYTES:
+                glue.pause(bound.items.count)
             lora_delta(values, x, linear.sites, bound)
         main.wait_stream(self._side)
         return LoraDelta(values, bound.items.covered, linear.sites)
