@@ -112,6 +112,7 @@ class NativeCpuOps:
     """bfloat16 on processors with AVX-512 BF16; the dense product needs AMX and goes through torch without it."""
 
     in_graphs = False
+    wide_residual = False
 
     def __init__(self, num_threads: int) -> None:
         self._lib = load_library()
@@ -123,6 +124,9 @@ class NativeCpuOps:
         self._torch = TorchOps()
         self._sites: dict[tuple[LoraSite, ...], tuple[_LoraSites, list[Tensor]]] = {}
         self.name = "native CPU (AVX-512 BF16, AMX)" if self._has_amx else "native CPU (AVX-512 BF16)"
+
+    def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> None:
+        self._torch.embed(token_ids, table, out)
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, sites: tuple[LoraSite, ...] = ()) -> Linear:
         d_out, d_in = weight.shape

@@ -20,6 +20,15 @@ class Ops(Protocol):
         """Whether steps are captured in CUDA graphs; batches then come bound (`gpu/ops.py`)."""
         ...
 
+    @property
+    def wide_residual(self) -> bool:
+        """Whether the sum of all layers' outputs is kept in float32, else in the model's dtype."""
+        ...
+
+    def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> None:
+        """out [rows, hidden] = table [vocab, hidden] at token_ids [rows] int64; out may be float32."""
+        ...
+
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, sites: tuple[LoraSite, ...] = ()) -> Linear:
         """Bring weight [d_out, d_in] into this implementation's layout. Done once, at load."""
         ...

@@ -79,6 +79,10 @@ class TorchOps:
 
     name = "torch"
     in_graphs = False
+    wide_residual = False
+
+    def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> None:
+        torch.index_select(table, 0, token_ids, out=out)
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, sites: tuple[LoraSite, ...] = ()) -> Linear:
         return Linear(weight, bias, weight.shape[1], weight.shape[0], sites)

@@ -28,11 +28,18 @@ class DecoderLayer:
 class _Workspace:
     """Buffers of one step, allocated once for the most rows a step may have."""
 
-    def __init__(self, config: DecoderConfig, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        def buffer(width: int) -> Tensor:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        max_rows: int,
+        dtype: torch.dtype,
+        residual_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def buffer(width: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(max_rows, width, dtype=dtype, device=device)
 
-        self.residual = buffer(config.hidden_size)
+        self.residual = buffer(config.hidden_size, residual_dtype)
         self.hidden = buffer(config.hidden_size)
         self.update = buffer(config.hidden_size)
         self.qkv = buffer(config.q_size + 2 * config.kv_size)
@@ -65,7 +72,8 @@ class Decoder:
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.max_rows = max_rows
-        self._workspace = _Workspace(config, max_rows, embedding.dtype, embedding.device)
+        residual_dtype = torch.float32 if ops.wide_residual else embedding.dtype
+        self._workspace = _Workspace(config, max_rows, embedding.dtype, residual_dtype, embedding.device)
 
     @torch.inference_mode()
     def forward(
@@ -82,7 +90,7 @@ class Decoder:
         residual, hidden, update = work.residual[:rows], work.hidden[:rows], work.update[:rows]
         qkv, heads = work.qkv[:rows], work.heads[:rows]
         gate_up, activated = work.gate_up[:rows], work.activated[:rows]
-        torch.index_select(self.embedding, 0, batch.token_ids, out=residual)
+        ops.embed(batch.token_ids, self.embedding, residual)
         eps = self.config.rms_norm_eps
         delta: LoraDelta | None = None
         for index, layer in enumerate(self.layers):

@@ -11,7 +11,7 @@ from torch import Tensor
 from loraplex.kernels.types import AttentionShape, HeadNorms, LoraDelta, RopeTable
 
 _HEADS = 8  # heads one program rotates
-_SILU_BLOCK = 1024
+_BLOCK = 1024
 
 
 @triton.jit
@@ -247,7 +247,7 @@ def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None, out: Tensor) -> None:
     """As `Ops.silu_and_mul`."""
     width = out.shape[1]
     covered = gate_up if delta is None else delta.covered[delta.sites[0].index :]
-    _silu_and_mul[(out.shape[0], triton.cdiv(width, _SILU_BLOCK))](
+    _silu_and_mul[(out.shape[0], triton.cdiv(width, _BLOCK))](
         gate_up,
         gate_up if delta is None else delta.values,
         covered,
@@ -255,9 +255,23 @@ def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None, out: Tensor) -> None:
         width,
         covered.stride(0),
         HAS_DELTA=delta is not None,
-        BLOCK=_SILU_BLOCK,
+        BLOCK=_BLOCK,
         num_warps=4,
     )
+
+
+@triton.jit
+def _embed(token_ids, table, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(table + tl.load(token_ids + row) * width + cols, mask=cols < width, other=0.0)
+    tl.store(out + row * width + cols, found.to(out.dtype.element_ty), mask=cols < width)
+
+
+def embed(token_ids: Tensor, table: Tensor, out: Tensor) -> None:
+    """As `Ops.embed`."""
+    width = table.shape[1]
+    _embed[(out.shape[0], triton.cdiv(width, _BLOCK))](token_ids, table, out, width, BLOCK=_BLOCK, num_warps=4)
 
 
 @triton.jit

@@ -61,6 +61,7 @@ class CudaOps:
 
     name = "Triton and FlashInfer on CUDA"
     in_graphs = True
+    wide_residual = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,6 +72,9 @@ class CudaOps:
     def reserve(self, max_rows: int, dtype: torch.dtype) -> None:
         """Room for what adapters add in a step of `max_rows` rows. After the last `prepare_linear`."""
         self._delta = torch.empty(max_rows * self._widest, dtype=dtype, device=self._device)
+
+    def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> None:
+        glue.embed(token_ids, table, out)
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, sites: tuple[LoraSite, ...] = ()) -> Linear:
         if sites:

@@ -56,7 +56,8 @@ def _filter_weights(
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     threshold = tl.load(min_p + row).to(tl.int32, bitcast=True)
     if k > 0:
-        threshold = tl.maximum(threshold, _highest(own, threshold * 0, width, p * 0.0, tl.minimum(k, width), ONE, BLOCK))
+        lowest = _highest(own, threshold * 0, width, p * 0.0, tl.minimum(k, width), ONE, BLOCK)
+        threshold = tl.maximum(threshold, lowest)
     if p < 1.0:
         total, _ = _mass_and_count(own, threshold, width, BLOCK)
         threshold = _highest(own, threshold, width, p * total, k * 0, ONE, BLOCK)
