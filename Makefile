@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORPUS ?= ../shared/corpus
 STAMP := $(VENV)/.stamp
 
-.PHONY: venv demo test test-slow lint format corpus bench-cpu bench-gpu bench-gpu-try clean help
+.PHONY: venv demo test test-slow lint format corpus bench-cpu bench-gpu bench-gpu-try test-gpu test-gpu-sanitize clean help
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
@@ -43,8 +43,17 @@ corpus: venv  ## Run the conformance corpus in CORPUS
 bench-cpu: venv  ## Measure throughput on the demo base beside PEFT
 	$(BIN)/python bench/bench_cpu.py
 
-# PYTHON_GPU needs the extra `cuda`, flashinfer-python and matplotlib beside a torch built for the GPU.
+# For the targets below: the extra `cuda` and the group `bench` beside a torch built for the GPU.
 PYTHON_GPU ?= $(BIN)/python
+
+test-gpu:  ## Run the tests that need a GPU, and those that run in Triton's interpreter elsewhere
+	$(PYTHON_GPU) -m pytest tests/kernels tests/engine/test_cuda_engine.py
+
+test-gpu-sanitize:  ## Run a few GPU tests under compute-sanitizer
+	compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON_GPU) -m pytest $(SANITIZED)
+	compute-sanitizer --tool racecheck --error-exitcode 9 $(PYTHON_GPU) -m pytest $(SANITIZED)
+
+SANITIZED := tests/kernels/test_gpu_glue.py tests/kernels/test_gpu_sampling.py "tests/kernels/test_gpu_lora.py" -k "not graph"
 
 bench-gpu:  ## Measure on one GPU: kernels, decode tax, mixed ranks, offline; then the summary
 	$(PYTHON_GPU) bench/bench_lora_kernels.py --out bench/results/h200_lora_kernels_$$(date +%F).json

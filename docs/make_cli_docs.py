@@ -25,10 +25,12 @@ _NOTES = """\
 - Write the base directory before `--lora-modules`: the option takes every word up to the next option, so
   `--lora-modules a=/adapters/a b=/adapters/b` loads two adapters.
 - `--max-loras` and `--max-lora-rank` are limits and reserve nothing. The size of the pool is `--kv-pages`, or else
-  `--memory`. Beside the pool, host memory holds one packed copy of each loaded adapter, and on the CPU the base's weights.
-- On a GPU the pool takes what base and workspace leave of `--gpu-memory-utilization`, unless `--memory` or `--kv-pages`
-  says otherwise. Kernels are compiled at first start (about a minute; later starts find them in `~/.cache/flashinfer`
-  and `~/.triton`) and CUDA graphs captured at every start. A GPU needs the extra `cuda`: `pip install 'loraplex[cuda]'`.
+  `--memory`. Beside the pool, host memory holds one packed copy of each loaded adapter, and on the CPU the base's
+  weights.
+- On a GPU the pool takes what base and workspace leave of `--gpu-memory-utilization`, unless `--memory` or
+  `--kv-pages` says otherwise. Kernels are compiled at first start (about a minute; later starts find them in
+  `~/.cache/flashinfer` and `~/.triton`) and CUDA graphs captured at every start. A GPU needs the extra `cuda`:
+  `pip install 'loraplex[cuda]'`.
 - `--dtype auto` takes the type that the base's `config.json` declares, and float32 if it declares none.
 - Unless `--max-model-len` says otherwise, the longest sequence is the smaller of the base's context and what the pool
   holds. A longer `--max-model-len` than the base's context is refused.

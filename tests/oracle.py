@@ -20,18 +20,41 @@ from loraplex.kernels import choose_ops
 VOCAB = 160
 WORDS = {f"t{i}": i for i in range(VOCAB)}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FUSED_PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 CONFIGS: dict[str, type[transformers.PretrainedConfig]] = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "gemma": transformers.GemmaConfig,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3_text": transformers.Gemma3TextConfig,
+    "phi3": transformers.Phi3Config,
 }
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    # Caps that bend scores and logits of this size, and a scale that is not the head's.
+    "gemma2": {
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "phi3": {},
 }
 
 
@@ -60,14 +83,15 @@ def base_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     return CONFIGS[family](**(shape | FAMILY_DEFAULTS[family] | overrides))
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: transformers.PreTrainedModel, seed: int) -> None:
     """Values of the size trained models have: nothing is zero, one or tiny, so a part left out shows."""
+    norm_centre = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma's norms add 1
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(1.0 + 0.3 * noise)
+                parameter.copy_(norm_centre + 0.3 * noise)
             elif name.endswith("bias") or "embed_tokens" in name:
                 parameter.copy_(0.3 * noise)
             else:
@@ -123,13 +147,15 @@ def make_adapter(
     base: Path,
     *,
     rank: int = 4,
-    targets: Sequence[str] = PROJECTIONS,
+    targets: Sequence[str] | None = None,
     seed: int = 0,
     size: float = 1.0,
     **options: Any,
 ) -> Path:
-    """Save a random PEFT adapter, both matrices non-zero. `size` scales what it adds."""
+    """Save a random PEFT adapter, of all projections by default, both matrices non-zero. `size` scales what it adds."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if targets is None:
+        targets = FUSED_PROJECTIONS if model.config.model_type == "phi3" else PROJECTIONS
     config = peft.LoraConfig(
         r=rank, lora_alpha=options.pop("lora_alpha", 2 * rank), target_modules=list(targets), **options
     )

@@ -148,7 +148,10 @@ def test_resident_adapters_fill_the_pool_and_leave_it_empty(engine: Engine) -> N
     engine.scheduler.check_invariants()
 
 
-def test_relative_error_is_that_of_the_dtype_and_shows_a_wrong_adapter(base: Path, engine: Engine) -> None:
+def test_relative_error_is_that_of_the_dtype_and_shows_a_wrong_adapter(
+    base: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama8b, "DELTA_SHARE", 2.0)  # three layers add little to the residual
     adapters = engine_runs.Adapters(engine)
     refs = adapters.take(8, 2)
     made = {ref.digest: llama8b.make_adapter(engine.base.sites, 8, 8000 + i) for i, ref in enumerate(refs)}
@@ -158,7 +161,7 @@ def test_relative_error_is_that_of_the_dtype_and_shows_a_wrong_adapter(base: Pat
     swapped = dict(zip(made, reversed(made.values()), strict=True))
     wrong = rel_err.compare(engine, base, llama8b.TINY, refs, swapped)
     assert wrong["max_base_rows"] < 0.03
-    assert wrong["max_by_rank"]["8"] > 0.1
+    assert wrong["max_by_rank"]["8"] > 5 * right["max"]
 
 
 # ---------------------------------------------------------------------- figures

@@ -76,21 +76,22 @@ class Mix:
         harness.check_all_free()
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16-gemma2"])
 def mix(request: pytest.FixtureRequest, tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> Mix:
-    note = native_note() if request.param == "bfloat16" else None
+    dtype, _, family = request.param.partition("-")
+    note = native_note() if dtype == "bfloat16" else None
     if note is not None:
         pytest.skip(note)
-    base = tiny_base("qwen3", num_hidden_layers=2)
+    base = tiny_base(family or "qwen3", num_hidden_layers=2)
     adapters = [
         tiny_adapter(base, rank=rank, targets=TARGETS[i % 4], seed=i, use_rslora=i % 5 == 0)
         for i, rank in enumerate(RANKS)
     ]
-    harness = Harness(base, dtype=request.param)
+    harness = Harness(base, dtype=dtype)
     refs = [harness.load(f"a{i}", path) for i, path in enumerate(adapters)]
     alone = [harness.answer(ask.prompt, ask.params, ref_of(refs, ask)) for ask in ASKS]
     logits = [torch.stack(trace.logits) for trace in alone]
-    return Mix(base, adapters, request.param, [trace.tokens for trace in alone], logits)
+    return Mix(base, adapters, dtype, [trace.tokens for trace in alone], logits)
 
 
 def ref_of(refs: list[AdapterRef], ask: Ask) -> AdapterRef | None:

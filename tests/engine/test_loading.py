@@ -10,6 +10,8 @@ import torch
 from loraplex.core import BaseRefused, ConfigError, RefusalReason
 from loraplex.engine import EngineConfig, load_base
 from loraplex.engine.batch import PageBuffer
+from loraplex.kernels import choose_ops
+from loraplex.model import read_config
 from loraplex.pool import KvShape, PoolGeometry
 
 from ..conftest import MakeBase
@@ -40,6 +42,15 @@ def test_length_above_the_context_is_refused(tiny_base: MakeBase) -> None:
         load(tiny_base("llama"), max_model_len=257)
     for part in ("257", "256", "--max-model-len"):
         assert part in caught.value.message
+
+
+def test_length_above_the_original_one_of_longrope_is_refused(tiny_base: MakeBase) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64} | factors
+    base = tiny_base("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    assert load(base).scheduler_config.max_model_len == 64
+    with pytest.raises(ConfigError, match="longrope"):
+        load(base, max_model_len=65)
 
 
 def test_pool_without_a_page_is_refused(tiny_base: MakeBase) -> None:
@@ -113,13 +124,50 @@ def test_base_that_is_refused_names_why(tiny_base: MakeBase, tmp_path: Path) -> 
     with pytest.raises(BaseRefused) as caught:
         load(base)
     assert caught.value.subject == "tokenizer.json"
-    edit_config(base, lambda raw: raw.update(architectures=["GemmaForCausalLM"], model_type="gemma"))
+    edit_config(base, lambda raw: raw.update(architectures=["GPT2LMHeadModel"], model_type="gpt2"))
     with pytest.raises(BaseRefused) as caught:
         load(base)
     assert caught.value.reason is RefusalReason.ARCHITECTURE_UNSUPPORTED
     with pytest.raises(BaseRefused) as caught:
         load(tmp_path / "nowhere")
     assert caught.value.reason is RefusalReason.CONFIG_MISSING
+
+
+def test_pages_hold_a_rank_of_the_fused_projections(tiny_base: MakeBase) -> None:
+    base = tiny_base("phi3", num_hidden_layers=1, num_key_value_heads=1, intermediate_size=1000)
+    geometry = load(base).geometry
+    assert geometry.page_elems >= 2000
+    assert geometry.chunk_rank >= 1
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "missing"),
+    [
+        ("llama", {}, ""),
+        ("qwen3", {}, ""),
+        ("gemma", {}, "GeLU, norms by 1 + weight, scaled embeddings"),
+        ("gemma2", {}, "GeLU, norms by 1 + weight, norms after attention and MLP, scaled embeddings, soft caps"),
+        ("gemma3_text", {}, "GeLU, norms by 1 + weight, norms after attention and MLP, scaled embeddings"),
+        ("phi3", {}, "adapters on fused projections"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "adapters on fused projections, partial rotary embeddings",
+        ),
+    ],
+)
+def test_gpu_kernels_are_not_chosen_for_what_they_lack(
+    family: str, overrides: dict[str, Any], missing: str, tiny_base: MakeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice alone: nothing of it needs a GPU until the CUDA operations themselves are made."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    model = read_config(tiny_base(family, **overrides))
+    assert model.extras == missing
+    if missing:
+        choice = choose_ops(torch.device("cuda"), torch.bfloat16, 1, 64, 1, model.extras)
+        assert choice.ops.name == "torch"
+        assert choice.note is not None
+        assert choice.note.startswith(f"the CUDA kernels do not serve {missing};")
 
 
 def test_progress_counts_layers(tiny_base: MakeBase) -> None:
@@ -134,12 +182,15 @@ def test_operations_that_run_are_named(tiny_base: MakeBase) -> None:
     if native_note() is None:
         native = load(tiny_base("llama"), dtype="bfloat16")
         assert (native.kernels.startswith("native"), native.note) == (True, None)
+        native = load(tiny_base("gemma2"), dtype="bfloat16")
+        assert (native.kernels.startswith("native"), native.note) == (True, None)
 
 
-def test_number_of_threads_changes_no_bit(tiny_base: MakeBase) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_number_of_threads_changes_no_bit(family: str, tiny_base: MakeBase) -> None:
     note = native_note()
     if note is not None:
         pytest.skip(note)
     prompt = random_prompt(40)
-    one, two = (Harness(tiny_base("qwen3"), dtype="bfloat16", num_threads=n).answer(prompt) for n in (1, 2))
+    one, two = (Harness(tiny_base(family), dtype="bfloat16", num_threads=n).answer(prompt) for n in (1, 2))
     assert torch.equal(torch.stack(one.logits), torch.stack(two.logits))

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 
 from loraplex.kernels.gpu import (
     DECODE_ROWS,
-    PREFILL_ROWS,
     BoundLora,
     WorkItems,
     choose_tiles,
@@ -27,6 +26,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 # bfloat16 products are wrong in the interpreter, and long inputs slow.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 NAMES = [name for name in CASES if HAS_GPU or name not in ("long segments", "wide outputs", "rank above 256")]
+OTHER_ROWS = 16  # another size of block than DECODE_ROWS
 NAN = float("nan")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
@@ -108,14 +108,14 @@ def assert_delta(got: torch.Tensor, case: LoraCase, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("block_rows", [DECODE_ROWS, PREFILL_ROWS])
+@pytest.mark.parametrize("block_rows", [DECODE_ROWS, OTHER_ROWS])
 def test_delta_equals_the_row_loop(name: str, dtype: torch.dtype, block_rows: int) -> None:
     case = make_lora_case(dtype, **CASES[name])
     assert_delta(run(case, block_rows), case, torch.bfloat16 if dtype is not torch.float32 else dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_rows", [DECODE_ROWS, PREFILL_ROWS])
+@pytest.mark.parametrize("block_rows", [DECODE_ROWS, OTHER_ROWS])
 def test_long_inputs_are_split(dtype: torch.dtype, block_rows: int) -> None:
     case = make_lora_case(dtype, d_in=1200, d_outs=(300, 8), ranks=[[16, 20], [3, 0]], slots=[0, 1], rows=[3, 2])
     assert_delta(run(case, block_rows), case, torch.bfloat16 if dtype is not torch.float32 else dtype)
@@ -150,17 +150,16 @@ def test_a_row_has_the_same_bits_beside_any_others(d_in: int, dtype: torch.dtype
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_rows", [16, PREFILL_ROWS])
-def test_blocks_of_any_size_give_the_same_bits(block_rows: int, dtype: torch.dtype) -> None:
+def test_blocks_of_any_size_give_the_same_bits(dtype: torch.dtype) -> None:
     ranks = [[16, 8, 4], [33, 16, 2]]
     case = make_lora_case(dtype, d_in=600, ranks=ranks, slots=[0, -1, 1], rows=[1, 1, 19])
-    assert torch.equal(run(case, block_rows).nan_to_num(7.0), run(case).nan_to_num(7.0))
+    assert torch.equal(run(case, OTHER_ROWS).nan_to_num(7.0), run(case).nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 5, 96])
 def test_any_number_of_programs_gives_the_same_bits(num_programs: int) -> None:
     case = make_lora_case(torch.float32, ranks=[[4, 20, 0], [8, 8, 8]], slots=[0, -1, 1], rows=[9, 1, 1])
-    for block_rows in (DECODE_ROWS, PREFILL_ROWS):
+    for block_rows in (DECODE_ROWS, OTHER_ROWS):
         got = run(case, block_rows, num_programs)
         assert torch.equal(got.nan_to_num(7.0), run(case, block_rows).nan_to_num(7.0))
 
@@ -226,8 +225,7 @@ def test_bits_at_a_model_s_sizes() -> None:
     case = _large([0, 1, 2], [1, 70, 5])
     want = run(case, align=8)
     assert_delta(want, case, torch.bfloat16)
-    for block_rows in (16, PREFILL_ROWS):
-        assert torch.equal(run(case, block_rows, align=8), want), block_rows
+    assert torch.equal(run(case, OTHER_ROWS, align=8), want)
     for row in (0, 1, 70, 73):
         assert torch.equal(run(alone(case, row), align=8)[0], want[row])
 

@@ -39,8 +39,19 @@ def test_fields_left_out_mean_what_transformers_takes_them_for(model_type: str) 
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tied_embeddings == theirs.tie_word_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.windows == ((theirs.sliding_window or 0) if model_type == "mistral" else 0,) * 3
+    ropes = [theirs.rope_parameters]
+    if model_type == "gemma3_text":
+        ropes = [theirs.rope_parameters[kind] for kind in ("full_attention", "sliding_attention")]
+    assert [rope.theta for rope in (ours.rope, ours.local_rope) if rope] == [rope["rope_theta"] for rope in ropes]
+    if model_type.startswith("gemma"):
+        types = getattr(theirs, "layer_types", ["full_attention"] * 3)
+        assert ours.windows == tuple(theirs.sliding_window if kind == "sliding_attention" else 0 for kind in types)
+    else:
+        assert ours.windows == ((theirs.sliding_window or 0) if model_type == "mistral" else 0,) * 3
+    scalar = getattr(theirs, "query_pre_attn_scalar", ours.head_dim)
+    assert ours.attention_scale == scalar**-0.5
+    assert ours.attention_softcap == (theirs.attn_logit_softcapping if model_type == "gemma2" else 0)
+    assert ours.final_softcap == (getattr(theirs, "final_logit_softcapping", None) or 0)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
@@ -49,6 +60,117 @@ def test_window_without_its_fields_means_what_transformers_takes_it_for(model_ty
     theirs = transformers.AutoConfig.for_model(model_type, **raw)
     expected = [theirs.sliding_window if kind == "sliding_attention" else 0 for kind in theirs.layer_types]
     assert list(parse_config({"model_type": model_type} | raw).windows) == expected
+
+
+@pytest.mark.parametrize("pattern", [{}, {"sliding_window_pattern": 4}])
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_window_pattern_means_what_transformers_takes_it_for(model_type: str, pattern: dict[str, int]) -> None:
+    raw = SHAPE | {"num_hidden_layers": 13, "num_key_value_heads": 8, "sliding_window": 9} | pattern
+    theirs = transformers.AutoConfig.for_model(model_type, **raw)
+    expected = tuple(9 if kind == "sliding_attention" else 0 for kind in theirs.layer_types)
+    assert parse_config({"model_type": model_type} | raw).windows == expected
+
+
+def test_published_spellings_of_the_activation_are_read() -> None:
+    for model_type, given in (
+        ("gemma", {"hidden_act": "gelu"}),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
+        ("gemma", {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}),
+        ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}),
+        ("gemma3_text", {"hidden_activation": "gelu_pytorch_tanh"}),
+        ("phi3", {"hidden_act": "silu"}),
+    ):
+        assert parse_config(raw_config(model_type, **given)).model_type == model_type
+
+
+LONG = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_longrope_is_served_up_to_the_original_length(name: str) -> None:
+    raw = raw_config("phi3", rope_scaling=LONG | {"type": name}, max_position_embeddings=4096)
+    config = parse_config(raw | {"original_max_position_embeddings": 512})
+    assert (config.rope.kind, config.max_position_embeddings) == ("longrope", 512)
+    assert parse_config(raw | {"max_position_embeddings": 100}).max_position_embeddings == 100
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("gemma", "hidden_act", "silu"),
+        ("gemma", "hidden_activation", "gelu"),
+        ("gemma", "use_bidirectional_attention", True),
+        ("gemma2", "hidden_activation", "gelu"),
+        ("gemma2", "hidden_act", "silu"),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("gemma3_text", "use_bidirectional_attention", True),
+        ("gemma3_text", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+        ("gemma3_text", "rope_parameters", {"sliding_attention": {"rope_type": "longrope", "factor": 2.0}}),
+        (
+            "gemma3_text",
+            "rope_parameters",
+            {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+        ),
+        ("phi3", "hidden_act", "gelu"),
+        ("phi3", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("phi3", "rope_scaling", {"type": "llama3", "factor": 2.0}),
+    ],
+)
+def test_feature_of_a_family_that_is_not_built_is_refused_by_name(model_type: str, field: str, value: Any) -> None:
+    error = refusal(raw_config(model_type, **{field: value}))
+    assert error.reason is RefusalReason.FEATURE_UNSUPPORTED
+    assert error.subject == field
+    assert field in error.message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("gemma2", "attn_logit_softcapping", 0),
+        ("gemma2", "attn_logit_softcapping", "50"),
+        ("gemma2", "final_logit_softcapping", -1.0),
+        ("gemma2", "final_logit_softcapping", float("nan")),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "query_pre_attn_scalar", [256]),
+        ("gemma2", "sliding_window", None),
+        ("gemma2", "layer_types", ["full_attention"]),
+        ("gemma3_text", "sliding_window_pattern", 0),
+        ("gemma3_text", "sliding_window_pattern", "6"),
+        ("gemma3_text", "layer_types", ["chunked_attention"] * 3),
+        ("gemma3_text", "rope_local_base_freq", 1.0),
+        ("gemma3_text", "rope_local_base_freq", "1e4"),
+        ("gemma3_text", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+        ("gemma3_text", "rope_parameters", {"full_attention": [1]}),
+        ("gemma3_text", "rope_scaling", {"type": "linear", "factor": 8.0}),
+        ("gemma3_text", "rope_scaling", {"rope_type": "linear"}),
+        ("phi3", "rope_scaling", {"type": "longrope"}),
+        ("phi3", "rope_scaling", LONG | {"short_factor": [1.0]}),
+        ("phi3", "rope_scaling", LONG | {"long_factor": [1.0, 0]}),
+        ("phi3", "rope_scaling", LONG | {"long_factor": [1.0, "2"]}),
+        ("phi3", "rope_scaling", LONG | {"short_factor": [1.0, None]}),
+        ("phi3", "rope_scaling", LONG | {"factor": 0}),
+        ("phi3", "rope_scaling", LONG | {"attention_factor": "1"}),
+        ("phi3", "partial_rotary_factor", 0.8),
+        ("phi3", "partial_rotary_factor", 0.1),
+        ("phi3", "partial_rotary_factor", 2.0),
+        ("phi3", "partial_rotary_factor", "half"),
+        ("phi3", "sliding_window", 0),
+    ],
+)
+def test_bad_value_of_a_family_is_refused(model_type: str, field: str, value: Any) -> None:
+    raw = raw_config(model_type, original_max_position_embeddings=512) | {field: value}
+    if model_type.startswith("gemma"):
+        raw["head_dim"] = 4
+    error = refusal(raw)
+    assert error.reason is RefusalReason.FIELD_INVALID
+    assert "config.json" in error.message
+    assert len(error.message) < 600
+
+
+def test_original_length_of_longrope_must_be_above_one() -> None:
+    raw = raw_config("phi3", rope_scaling=LONG, original_max_position_embeddings=1)
+    assert refusal(raw).reason is RefusalReason.FIELD_INVALID
 
 
 def test_null_fields_mean_the_default() -> None:

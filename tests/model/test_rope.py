@@ -70,7 +70,104 @@ def test_tables_equal_transformers(case: str, head_dim: int) -> None:
     )
     cosine, sine = oracle(torch.zeros(1, 256, head_dim), torch.arange(256)[None])
     config = parse_config({"model_type": "llama"} | raw)
-    table = build_rope_table(config.rope, config.head_dim, 256)
+    table = build_rope_table(config.rope, config.rotary_dim, 256)
     half = head_dim // 2
+    torch.testing.assert_close(table.cosine, cosine[0, :, :half], rtol=0, atol=ANGLE_TOLERANCE)
+    torch.testing.assert_close(table.sine, sine[0, :, :half], rtol=0, atol=ANGLE_TOLERANCE)
+
+
+def shape_of(head_dim: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 10,
+        "hidden_size": 4 * head_dim,
+        "intermediate_size": 96,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+LAYERED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "old bases": {"rope_theta": 5e5, "rope_local_base_freq": 700.0},
+    "old linear": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "old default": {"rope_scaling": {"rope_type": "default"}},
+    "new": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e5},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e3},
+        }
+    },
+    "one alone": {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}, "rope_theta": 99.0},
+    "null": {"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default"}}},
+    "llama3": {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default"}}},
+    "yarn": {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN | {"factor": 2.0}}},
+    "original at top": {
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {"full_attention": LLAMA3 | {"original_max_position_embeddings": 32}},
+    },
+    "both": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e5}},
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+}
+
+
+@pytest.mark.parametrize("case", LAYERED)
+def test_tables_of_both_kinds_of_layer_equal_transformers(case: str) -> None:
+    raw = shape_of(16) | LAYERED[case]
+    oracle = transformers.models.gemma3.modeling_gemma3.Gemma3RotaryEmbedding(
+        transformers.Gemma3TextConfig(**copy.deepcopy(raw))
+    )
+    config = parse_config({"model_type": "gemma3_text"} | raw)
+    assert config.local_rope is not None
+    for kind, rope in (("full_attention", config.rope), ("sliding_attention", config.local_rope)):
+        cosine, sine = oracle(torch.zeros(1, 256, 16), torch.arange(256)[None], kind)
+        table = build_rope_table(rope, config.rotary_dim, 256)
+        torch.testing.assert_close(table.cosine, cosine[0, :, :8], rtol=0, atol=ANGLE_TOLERANCE)
+        torch.testing.assert_close(table.sine, sine[0, :, :8], rtol=0, atol=ANGLE_TOLERANCE)
+
+
+SHORT, FAR = [1.0 + 0.25 * i for i in range(8)], [4.0 + i for i in range(8)]
+LONG = {"type": "longrope", "short_factor": SHORT, "long_factor": FAR}
+PHI3: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "theta": {"rope_theta": 5e5},
+    "old partial": {"partial_rotary_factor": 0.75},
+    "new partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}},
+    "both partial": {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+    "longrope": {"rope_scaling": LONG, "original_max_position_embeddings": 64},
+    "longrope, first name": {"rope_scaling": LONG | {"type": "yarn"}, "original_max_position_embeddings": 64},
+    "longrope, new": {"rope_parameters": LONG | {"rope_type": "longrope"}, "original_max_position_embeddings": 64},
+    "longrope inside": {"rope_scaling": LONG | {"original_max_position_embeddings": 32}},
+    "longrope default length": {"rope_scaling": LONG},
+    "longrope partial": {
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": LONG | {"short_factor": SHORT[:4], "long_factor": FAR[:4]},
+        "original_max_position_embeddings": 64,
+    },
+    "longrope factor": {"rope_scaling": LONG | {"factor": 16.0}, "original_max_position_embeddings": 64},
+    "longrope attention factor": {
+        "rope_scaling": LONG | {"attention_factor": 1.25},
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("case", PHI3)
+def test_tables_of_phi3_equal_transformers(case: str) -> None:
+    raw = shape_of(16) | PHI3[case]
+    oracle = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding(transformers.Phi3Config(**copy.deepcopy(raw)))
+    config = parse_config({"model_type": "phi3"} | raw)
+    length = config.max_position_embeddings  # the original one with longrope
+    cosine, sine = oracle(torch.zeros(1, length, 16), torch.arange(length)[None])
+    table = build_rope_table(config.rope, config.rotary_dim, length)
+    half = config.rotary_dim // 2
+    assert cosine.shape[-1] == 2 * half
     torch.testing.assert_close(table.cosine, cosine[0, :, :half], rtol=0, atol=ANGLE_TOLERANCE)
     torch.testing.assert_close(table.sine, sine[0, :, :half], rtol=0, atol=ANGLE_TOLERANCE)

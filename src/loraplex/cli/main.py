@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from loraplex.cli.demo import demo
+from loraplex.cli.fingerprint import fingerprint
 from loraplex.cli.import_gguf import import_gguf
 from loraplex.cli.say import say
 from loraplex.cli.serve import serve
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(demo)
+app.command()(fingerprint)
 app.command(name="import-gguf")(import_gguf)
 
 

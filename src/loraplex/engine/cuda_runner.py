@@ -13,19 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraplex.core import PageId, SequenceId
+from loraplex.core import AdapterDigest, PageId, RequestId, SamplingParams, SequenceId
 from loraplex.engine.batch import BatchBuilder, PageBuffer
 from loraplex.engine.cuda_buckets import program_buckets, row_buckets
+from loraplex.engine.cuda_prefill import PrefillAdapters
 from loraplex.engine.cuda_tables import StepTables
 from loraplex.engine.runner import Step, StepInFlight
 from loraplex.kernels import KvBatch, LoraBatch
-from loraplex.kernels.gpu import DECODE_ROWS, PREFILL_ROWS, BoundLora, WorkItems, partial_sums, plan_items
-from loraplex.kernels.gpu.attention import PagedAttention, StepAttention
+from loraplex.kernels.gpu import DECODE_ROWS, BoundLora, BoundPrefill, WorkItems, partial_sums, plan_items
+from loraplex.kernels.gpu.attention import PagedAttention
+from loraplex.kernels.gpu.decode_attention import DecodeAttention
 from loraplex.kernels.gpu.glue import resolve_tokens
-from loraplex.kernels.gpu.ops import CudaOps
+from loraplex.kernels.gpu.ops import Attention, CudaOps
 from loraplex.kernels.gpu.sampling import filter_weights
 from loraplex.model import Decoder, DeviceBatch, Sampled, SamplingRow, draw_on_device, needs_host, sample
-from loraplex.scheduler import StepPlan
+from loraplex.scheduler import ScheduledChunk, StepPlan
+from loraplex.scheduler import Sequence as SequenceState
 
 MAX_ITEMS = 1024  # of a list in a graph; longer ones run launch by launch
 _RESULTS = 3  # steps whose results may be unread at once, and one more
@@ -63,15 +66,12 @@ class _Done:
 class _Adapters:
     """Work lists of the adapters of a step, sent again only when the mix or its rows change."""
 
-    def __init__(self, decoder: Decoder, max_rows: int, capacity: int, block_rows: int, align: int) -> None:
-        num_sites = sum(
-            len(linear.sites)
-            for layer in decoder.layers
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        )
+    def __init__(
+        self, num_sites: int, max_rows: int, capacity: int, block_rows: int, align: int, device: torch.device
+    ) -> None:
         self.block_rows = block_rows
         self._host = WorkItems.empty(num_sites, capacity, max_rows, pin_memory=True, align=align)
-        self.items = WorkItems.empty(num_sites, capacity, max_rows, decoder.device, align=align)
+        self.items = WorkItems.empty(num_sites, capacity, max_rows, device, align=align)
         self._sent: tuple[object, ...] | None = None
         self._longest = 0
 
@@ -100,11 +100,17 @@ class CudaRunner:
         self._stream = torch.cuda.Stream(device, priority=-5)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            decoder.ops.reserve(decoder.max_rows, decoder.dtype)
+            decoder.ops.reserve(max_seqs, decoder.dtype)
             self._tables = StepTables(decoder.max_rows, max_seqs, geometry.num_pages, geometry.page_tokens, device)
-            shapes = (layer.attention for layer in decoder.layers)
-            self._attention = PagedAttention(shapes, decoder.dtype, geometry.page_tokens, device)
-            self._any_attention = self._attention.for_any()
+            shapes = [layer.attention for layer in decoder.layers]
+            self._prompt_attention = PagedAttention(shapes, decoder.dtype, geometry.page_tokens, device)
+            self._decode_attention = DecodeAttention(
+                shapes,
+                self._tables.device("kv_pages"),
+                geometry.page_tokens,
+                max_seqs,
+                geometry.num_pages * geometry.page_tokens,
+            )
             self._tokens = torch.zeros(decoder.max_rows, dtype=torch.int64, device=device)
             self._logits = torch.zeros(max_seqs, decoder.config.vocab_size, dtype=torch.float32, device=device)
             self._best = torch.zeros(max_seqs, dtype=torch.float32, device=device)
@@ -114,21 +120,20 @@ class CudaRunner:
         self._num_steps = 0
         self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._drawn_at: dict[SequenceId, int] = {}
-        self._graph_attention: dict[int, StepAttention] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
     def _make_lora(self, decoder: Decoder) -> None:
-        layers, dims = decoder.layers, {8}
-        self._linears = [
-            linear.sites for layer in layers[:1] for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        linears = [
+            [linear.sites for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+            for layer in decoder.layers
         ]
-        for sites in self._linears:
+        num_sites, dims = sum(len(sites) for layer in linears for sites in layer), {8}
+        for sites in linears[0]:
             dims |= {size for site in sites for size in (site.d_in, site.d_out)}
         align = 8 if all(size % 8 == 0 for size in dims) else 1
-        self._decode_lora = _Adapters(decoder, self._max_seqs, MAX_ITEMS, DECODE_ROWS, align)
-        self._align = align
-        self._prefill_lora: _Adapters | None = None
-        size = partial_sums(self._linears, MAX_ITEMS, DECODE_ROWS)
+        self._decode_lora = _Adapters(num_sites, self._max_seqs, MAX_ITEMS, DECODE_ROWS, align, decoder.device)
+        self._prefill_lora = PrefillAdapters(self._buffer.flat, linears[0], num_sites, align)
+        size = partial_sums(linears[0], MAX_ITEMS, DECODE_ROWS)
         self._part = torch.empty(size, dtype=torch.float32, device=decoder.device)
 
     # ------------------------------------------------------------------ capture
@@ -145,17 +150,55 @@ class CudaRunner:
                 self._graphs[rows, programs] = self._capture(rows, programs, pool)
                 if progress:
                     progress(done, len(wanted))
+            for chunks in (0, 1, 4):
+                self._warm_prompts(chunks)
             self._stream.synchronize()
 
+    def _warm_prompts(self, chunks: int) -> None:
+        """Run a step of a prompt, so that what it needs is compiled: with an adapter of that many chunks, or none.
+
+        Its tokens go to page 0, which nobody holds yet.
+        """
+        geometry = self._buffer.geometry
+        num_rows = min(geometry.page_tokens, self._decoder.max_rows)
+        seq_id = SequenceId(0)
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        tokens = [0] * num_rows
+        seq = SequenceState(
+            seq_id, RequestId("warm"), params, None, 0, tokens, num_rows, num_rows + 1, frozenset(), 0.0
+        )
+        chunk = ScheduledChunk(seq_id, 0, num_rows, False, None, (PageId(0),))
+        mix = ((AdapterDigest(f"{chunks} chunks"), ()),)  # tells one list of these from another
+        self._run_eagerly(
+            Step(StepPlan((chunk,), mix, (), 0), {seq_id: seq}, {}, ()),
+            self._zero_adapter(num_rows, chunks) if chunks else None,
+        )
+        random = SamplingRow(params, tokens, num_rows, seed=0)
+        self._draw_at_random([0], [random])
+        self._stream.synchronize()
+
+    def _zero_adapter(self, num_rows: int, chunks: int) -> LoraBatch:
+        """An adapter of full chunks that all lie at the pool's start."""
+        num_sites = self._decode_lora.items.count.shape[0]
+        starts = torch.arange(num_sites + 1, dtype=torch.int32)[None] * chunks
+        zeros = torch.zeros(num_sites * chunks, dtype=torch.int64)
+        return LoraBatch(
+            pages=self._buffer.flat,
+            seg_start=torch.tensor([0, num_rows], dtype=torch.int32),
+            seg_slot=torch.zeros(1, dtype=torch.int32),
+            chunk_start=starts,
+            chunk_a=zeros,
+            chunk_b=zeros,
+            chunk_rank=torch.full((num_sites * chunks,), self._buffer.geometry.chunk_rank, dtype=torch.int32),
+            scale=torch.zeros(1, num_sites),
+        )
+
     def _capture(self, rows: int, programs: int, pool: Any) -> _Graph:
-        attention = self._graph_attention.get(rows)
-        if attention is None:
-            attention = self._graph_attention[rows] = self._attention.for_graph(rows, self._tables.device("kv_pages"))
         self._tables.fill_empty(rows)
         self._tables.send(rows)
-        attention.plan(self._tables.kv_pages(rows))
+        self._decode_attention.plan(self._tables.kv_pages(rows))
         lora = self._bound(self._decode_lora, self._part, programs) if programs else None
-        batch = DeviceBatch(self._tokens[:rows], None, self._kv(rows, attention), lora)
+        batch = DeviceBatch(self._tokens[:rows], None, self._kv(rows, self._decode_attention), lora)
         self._run(batch, rows)  # compiles what is not compiled yet, which a capture may not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
@@ -163,11 +206,13 @@ class CudaRunner:
         return _Graph(graph, rows)
 
     def _bound(self, adapters: _Adapters, part: Tensor, programs: int) -> LoraBatch:
-        bound = BoundLora(self._buffer.flat, adapters.items, part, adapters.block_rows, programs)
-        none = adapters.items.count
+        return self._batch(BoundLora(self._buffer.flat, adapters.items, part, adapters.block_rows, programs))
+
+    def _batch(self, bound: BoundLora | BoundPrefill) -> LoraBatch:
+        none = self._decode_lora.items.count
         return LoraBatch(self._buffer.flat, none, none, none, none, none, none, none, bound)
 
-    def _kv(self, rows: int, attention: StepAttention) -> KvBatch:
+    def _kv(self, rows: int, attention: Attention) -> KvBatch:
         tables = self._tables
         row_pos, none = tables.device("row_pos", rows), tables.device("row_pos", 0)
         return KvBatch(self._buffer.kv, none, none, none, row_pos, tables.bound(rows, attention))
@@ -218,7 +263,7 @@ class CudaRunner:
         tables = self._tables
         tables.fill(step.plan, step.sequences, self._drawn_at, rows - num_rows)
         tables.send(rows)
-        self._graph_attention[rows].plan(tables.kv_pages(rows))
+        self._decode_attention.plan(tables.kv_pages(rows))
         self._sent.record()
         self._graphs[rows, wanted].graph.replay()
 
@@ -227,30 +272,12 @@ class CudaRunner:
         num_rows, num_seqs = plan.num_tokens, len(plan.chunks)
         tables.fill(plan, step.sequences, self._drawn_at, 0)
         tables.send(num_seqs)
-        bound = self._bind_prefill(lora, plan, num_rows) if lora is not None else None
-        self._any_attention.plan(tables.kv_pages(num_seqs), tables.row_starts(num_seqs))
+        bound = self._batch(self._prefill_lora.bind(lora, plan.adapters)) if lora is not None else None
+        self._prompt_attention.plan(tables.kv_pages(num_seqs), tables.row_starts(num_seqs))
         self._sent.record()
         logit_rows = tables.device("logit_rows", len(step.draws))
-        batch = DeviceBatch(self._tokens[:num_rows], logit_rows, self._kv(num_rows, self._any_attention), bound)
+        batch = DeviceBatch(self._tokens[:num_rows], logit_rows, self._kv(num_rows, self._prompt_attention), bound)
         self._run(batch, len(step.draws), step.on_layer)
-
-    def _bind_prefill(self, lora: LoraBatch, plan: StepPlan, num_rows: int) -> LoraBatch:
-        """Work lists of a step of many rows, in tables as large as such steps have needed so far."""
-        blocks = sum(
-            -(-(end - start) // PREFILL_ROWS)
-            for start, end in zip(lora.seg_start.tolist(), lora.seg_start.tolist()[1:], strict=False)
-        )
-        needed = blocks * int(lora.chunk_start.diff(dim=1).max())
-        held = self._prefill_lora
-        if held is None or held.items.capacity < needed:
-            capacity = 1 << max(needed - 1, 63).bit_length()
-            held = self._prefill_lora = _Adapters(
-                self._decoder, self._decoder.max_rows, capacity, PREFILL_ROWS, self._align
-            )
-        longest = held.send(lora, plan, num_rows)
-        size = partial_sums(self._linears, held.items.capacity, PREFILL_ROWS)
-        part = torch.empty(size, dtype=torch.float32, device=self._decoder.device)
-        return self._bound(held, part, max(longest, 1))
 
     # ------------------------------------------------------------------ draws
     def _draw(self, step: Step, places: list[int]) -> StepInFlight:
@@ -262,7 +289,9 @@ class CudaRunner:
         if step.observe is not None:
             step.observe(self._logits[places])
         if any(needs_host(row.params) for row in draws):
-            return _Done(sample(self._logits[places], draws, filter_weights))
+            drawn = sample(self._logits[places], draws, filter_weights)
+            self._drawn[places] = torch.tensor([one.token_id for one in drawn], device=self._decoder.device)
+            return _Done(drawn)
         random = [(place, row) for place, row in zip(places, draws, strict=True) if not row.params.greedy]
         if random:
             self._draw_at_random([place for place, _ in random], [row for _, row in random])

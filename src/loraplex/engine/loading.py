@@ -18,6 +18,7 @@ from loraplex.model import (
     LoadOptions,
     describe_base,
     expected_tensors,
+    list_sites,
     load_decoder,
     open_checkpoint,
 )
@@ -59,15 +60,17 @@ def _resolve_max_len(config: EngineConfig, model: DecoderConfig, geometry: PoolG
     if config.max_model_len is None:
         return min(context, geometry.num_pages * geometry.page_tokens)
     if config.max_model_len > context:
+        why = " (longrope is served up to its original length)" if model.rope.kind == "longrope" else ""
         raise ConfigError(
-            f"max_model_len {config.max_model_len} exceeds the base's context of {context} tokens (--max-model-len)."
+            f"max_model_len {config.max_model_len} exceeds the base's context of {context} tokens{why} "
+            "(--max-model-len)."
         )
     return config.max_model_len
 
 
 def _plan_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> PoolGeometry:
     kv = KvShape(model.num_layers, model.num_kv_heads, model.head_dim)
-    widest = max(model.hidden_size, model.q_size, model.intermediate_size)
+    widest = max(max(site.d_in, site.d_out) for site in list_sites(model))
     memory = config.memory_bytes
     if memory is None:
         memory = _left_on_gpu(config, model, dtype, device)
@@ -132,7 +135,8 @@ def load_base(
         max_num_seqs=config.max_num_seqs,
         max_loras=config.max_loras,
     )
-    choice = choose_ops(device, dtype, config.threads, model.head_dim)
+    group = model.num_heads // model.num_kv_heads
+    choice = choose_ops(device, dtype, config.threads, model.head_dim, group, model.extras)
     options = LoadOptions(device, scheduler.max_step_tokens, max_len, dtype)
     decoder = load_decoder(model, checkpoint, choice.ops, options, progress)
     return LoadedBase(

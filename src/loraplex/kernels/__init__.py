@@ -1,6 +1,6 @@
 """Gathered LoRA and the other operations of a decoder. Knows tensors only."""
 
-from loraplex.kernels.ops import Ops
+from loraplex.kernels.ops import GeluOps, Ops
 from loraplex.kernels.reference import TorchOps
 from loraplex.kernels.select import OpsChoice, choose_ops
 from loraplex.kernels.types import (
@@ -16,6 +16,7 @@ from loraplex.kernels.types import (
 
 __all__ = [
     "AttentionShape",
+    "GeluOps",
     "HeadNorms",
     "KvBatch",
     "Linear",

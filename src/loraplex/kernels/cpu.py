@@ -73,10 +73,11 @@ def _declare(lib: ctypes.CDLL) -> None:
         "lp_pack_weight": (p, p, i, i, p),
         "lp_gemm": (p, p, i, p, p, p, i, i, i, i, n),
         "lp_add_lora": (p, p, i, p, i, POINTER(_LoraTables), POINTER(_LoraSites)),
-        "lp_attention": (p, p, i, p, i, POINTER(_KvView), i, p, p, i, i, f, n),
-        "lp_add_rms_norm": (p, p, p, p, p, i, i, f),
-        "lp_rope_and_store": (p, p, i, POINTER(_KvView), i, p, p, p, p, f, p, p, i),
+        "lp_attention": (p, p, i, p, i, POINTER(_KvView), i, p, p, i, i, f, f, n),
+        "lp_add_rms_norm": (p, p, p, p, n, p, i, i, f),
+        "lp_rope_and_store": (p, p, i, POINTER(_KvView), i, p, p, i, p, p, n, f, p, p, i),
         "lp_silu_and_mul": (p, p, p, i, i),
+        "lp_gelu_and_mul": (p, p, p, i, i),
     }
     for name, types in signatures.items():
         getattr(lib, name).argtypes = types
@@ -226,6 +227,7 @@ class NativeCpuOps:
             residual.data_ptr(),
             update.data_ptr() if update is not None else None,
             weight.data_ptr(),
+            weight.dtype is torch.float32,
             out.data_ptr(),
             rows,
             width,
@@ -266,8 +268,10 @@ class NativeCpuOps:
             shape.num_heads,
             rope.cosine.data_ptr(),
             rope.sine.data_ptr(),
+            rope.cosine.shape[1],
             norms.q_weight.data_ptr() if norms else None,
             norms.k_weight.data_ptr() if norms else None,
+            norms is not None and norms.q_weight.dtype is torch.float32,
             norms.eps if norms else 0.0,
             bound.row_seq,
             bound.row_pos,
@@ -289,9 +293,14 @@ class NativeCpuOps:
             bound.num_rows,
             shape.window,
             shape.scale,
+            shape.softcap,
             self._has_amx,
         )
 
     def silu_and_mul(self, gate_up: Tensor, out: Tensor, delta: LoraDelta | None = None) -> None:
         assert delta is None, ADDED
         self._lib.lp_silu_and_mul(self._pool, gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1])
+
+    def gelu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = gelu(gate) * up, tanh form."""
+        self._lib.lp_gelu_and_mul(self._pool, gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1])

@@ -1,6 +1,6 @@
 """The operations a decoder is made of: in torch (`reference.py`), native CPU code (`cpu.py`) and on CUDA (`gpu`)."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -58,7 +58,10 @@ class Ops(Protocol):
         out: Tensor,
         delta: LoraDelta | None = None,
     ) -> None:
-        """residual += update (and its delta), then out = residual / rms(residual) * weight. All [rows, hidden]."""
+        """residual += update (and its delta), then out = residual / rms(residual) * weight. All [rows, hidden].
+
+        weight may be float32; out may be residual.
+        """
         ...
 
     def final_norm(
@@ -96,4 +99,13 @@ class Ops(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor, out: Tensor, delta: LoraDelta | None = None) -> None:
         """out [rows, n] = silu(gate_up[:, :n]) * gate_up[:, n:]."""
+        ...
+
+
+@runtime_checkable
+class GeluOps(Ops, Protocol):
+    """With what Gemma needs beyond `Ops`; not on CUDA."""
+
+    def gelu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out [rows, n] = gelu(gate_up[:, :n]) * gate_up[:, n:], with the tanh form of GeLU."""
         ...

@@ -55,10 +55,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary embedding by halves. x [rows, heads, head_dim] float32; cosine, sine [rows, head_dim / 2]."""
-    a, b = x.chunk(2, dim=-1)
+    """Rotary embedding by halves of the first dims. x [rows, heads, head_dim] float32; cosine, sine [rows, half]."""
+    half = cosine.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     c, s = cosine[:, None], sine[:, None]
-    return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    return torch.cat((a * c - b * s, b * c + a * s, rest), dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
@@ -67,6 +68,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, shape: AttentionS
     k = k.float().repeat_interleave(groups, dim=1)
     v = v.float().repeat_interleave(groups, dim=1)
     scores = torch.einsum("rhd,thd->hrt", q.float(), k) * shape.scale
+    if shape.softcap:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
     tokens = torch.arange(k.shape[0], device=q.device)
     hidden = tokens[None] > positions[:, None]
     if shape.window:
@@ -172,3 +175,8 @@ class TorchOps:
         assert delta is None, ADDED
         gate, up = gate_up.float().chunk(2, dim=-1)
         out.copy_(torch.nn.functional.silu(gate) * up)
+
+    def gelu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = gelu(gate) * up, tanh form."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)

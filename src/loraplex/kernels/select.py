@@ -9,6 +9,7 @@ from loraplex.kernels.ops import Ops
 from loraplex.kernels.reference import TorchOps
 
 GPU_HEAD_DIMS = (64, 128, 256)  # FlashInfer's
+GPU_MAX_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,15 @@ class OpsChoice:
     note: str | None = None
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype, num_threads: int, head_dim: int = 64) -> OpsChoice:
-    """Native code for bfloat16 on a capable processor, Triton and FlashInfer on a GPU, torch elsewhere."""
+def choose_ops(
+    device: torch.device, dtype: torch.dtype, num_threads: int, head_dim: int = 64, group: int = 1, extras: str = ""
+) -> OpsChoice:
+    """Native code for bfloat16 on a capable processor, Triton and FlashInfer on a GPU, torch elsewhere.
+
+    `extras`: what the base has beyond the common decoder, in words; the CUDA kernels lack it.
+    """
     if device.type == "cuda":
-        return _choose_on_cuda(device, dtype, head_dim)
+        return _choose_on_cuda(device, dtype, head_dim, group, extras)
     if dtype is not torch.bfloat16:
         return OpsChoice(TorchOps(), f"native CPU kernels serve bfloat16 on the CPU, not {dtype} on {device}")
     from loraplex.kernels.cpu import NativeCpuOps
@@ -34,16 +40,22 @@ def choose_ops(device: torch.device, dtype: torch.dtype, num_threads: int, head_
         return OpsChoice(TorchOps(), str(error))
 
 
-def _choose_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> OpsChoice:
+def _choose_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int, group: int, extras: str) -> OpsChoice:
     slow = "; operations of torch run instead, many times slower"
     missing = [name for name in ("triton", "flashinfer") if importlib.util.find_spec(name) is None]
     if missing:
         return OpsChoice(TorchOps(), f"{' and '.join(missing)} not installed (pip install 'loraplex[cuda]'){slow}")
     if dtype not in (torch.bfloat16, torch.float16):
         return OpsChoice(TorchOps(), f"the CUDA kernels serve bfloat16 and float16, not {dtype}{slow}")
+    if extras:
+        return OpsChoice(TorchOps(), f"the CUDA kernels do not serve {extras}{slow}")
     if head_dim not in GPU_HEAD_DIMS:
         sizes = ", ".join(map(str, GPU_HEAD_DIMS))
         return OpsChoice(TorchOps(), f"the CUDA kernels serve heads of {sizes}, not {head_dim}{slow}")
+    if group > GPU_MAX_GROUP:
+        return OpsChoice(
+            TorchOps(), f"the CUDA kernels serve {GPU_MAX_GROUP} query heads a key head, not {group}{slow}"
+        )
     from loraplex.kernels.gpu.ops import CudaOps
 
     return OpsChoice(CudaOps(device))

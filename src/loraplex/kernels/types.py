@@ -54,6 +54,7 @@ class LoraDelta:
     values: Tensor  # [rows, width of the fused output]
     covered: Tensor  # [num_sites, most rows] int8: 1 where a row's adapter has the site
     sites: tuple[LoraSite, ...]
+    shrunk: Any = None  # where the reader expands itself: tables of the step (gpu/prefill.py), and `values` is v
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,15 @@ class AttentionShape:
     head_dim: int
     scale: float
     window: int
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 is none
 
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """cos and sin of every position, attention factor included."""
+    """cos and sin of every position, attention factor included. Dims of a head after `rotary_dim` are not rotated."""
 
-    cosine: Tensor  # [max_len, head_dim / 2] float32
-    sine: Tensor  # [max_len, head_dim / 2] float32
+    cosine: Tensor  # [max_len, rotary_dim / 2] float32
+    sine: Tensor  # [max_len, rotary_dim / 2] float32
 
     def to(self, device: torch.device) -> "RopeTable":
         """The table on a device."""
@@ -93,8 +95,8 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Per-head RMS norms of q and k (Qwen3)."""
+    """Per-head RMS norms of q and k (Qwen3, Gemma 3)."""
 
-    q_weight: Tensor  # [head_dim]
-    k_weight: Tensor  # [head_dim]
+    q_weight: Tensor  # [head_dim]; float32 where the family adds 1 to it
+    k_weight: Tensor  # [head_dim]; likewise
     eps: float

@@ -1,4 +1,7 @@
-"""The decoder of all supported families: fused projections, pre-norm, rotary attention, gated MLP."""
+"""The decoder of all supported families: fused projections, pre-norm, rotary attention, gated MLP.
+
+Gemma's further norms, GeLU, soft caps and scaled embeddings come in where a layer or the config has them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex.kernels import AttentionShape, HeadNorms, Linear, LoraDelta, Ops, RopeTable
+from loraplex.kernels import AttentionShape, GeluOps, HeadNorms, Linear, LoraDelta, Ops, RopeTable
 from loraplex.model.batch import DeviceBatch
 from loraplex.model.config import DecoderConfig
 
@@ -18,11 +21,14 @@ class DecoderLayer:
     input_norm: Tensor  # [hidden]
     qkv: Linear
     output: Linear
-    post_norm: Tensor  # [hidden]
+    output_norm: Tensor | None  # [hidden]: of what attention adds
+    mlp_norm: Tensor  # [hidden]
     gate_up: Linear
     down: Linear
+    down_norm: Tensor | None  # [hidden]: of what the MLP adds
     attention: AttentionShape
     head_norms: HeadNorms | None
+    rope: RopeTable
 
 
 class _Workspace:
@@ -59,7 +65,6 @@ class Decoder:
         layers: tuple[DecoderLayer, ...],
         final_norm: Tensor,
         head: Linear,
-        rope: RopeTable,
         max_rows: int,
     ) -> None:
         self.config = config
@@ -68,10 +73,14 @@ class Decoder:
         self.layers = layers
         self.final_norm = final_norm
         self.head = head
-        self.rope = rope
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.max_rows = max_rows
+        self._gelu: GeluOps | None = None
+        if config.family.activation != "silu":
+            assert isinstance(ops, GeluOps), f"{ops.name} lacks GeLU"
+            self._gelu = ops
+        self._scale = _embedding_scale(config, embedding.dtype)
         residual_dtype = torch.float32 if ops.wide_residual else embedding.dtype
         self._workspace = _Workspace(config, max_rows, embedding.dtype, residual_dtype, embedding.device)
 
@@ -91,19 +100,23 @@ class Decoder:
         qkv, heads = work.qkv[:rows], work.heads[:rows]
         gate_up, activated = work.gate_up[:rows], work.activated[:rows]
         ops.embed(batch.token_ids, self.embedding, residual)
+        if self._scale is not None:
+            residual *= self._scale
         eps = self.config.rms_norm_eps
         delta: LoraDelta | None = None
         for index, layer in enumerate(self.layers):
             on_layer()
             ops.add_rms_norm(residual, update if index else None, layer.input_norm, eps, hidden, delta)
             delta = ops.linear(hidden, layer.qkv, qkv, lora)
-            ops.rope_and_store(qkv, index, layer.attention, self.rope, layer.head_norms, kv, delta)
+            ops.rope_and_store(qkv, index, layer.attention, layer.rope, layer.head_norms, kv, delta)
             ops.attention(qkv, index, layer.attention, kv, heads)
             delta = ops.linear(heads, layer.output, update, lora)
-            ops.add_rms_norm(residual, update, layer.post_norm, eps, hidden, delta)
+            delta = self._norm_update(update, layer.output_norm, delta)
+            ops.add_rms_norm(residual, update, layer.mlp_norm, eps, hidden, delta)
             delta = ops.linear(hidden, layer.gate_up, gate_up, lora)
-            ops.silu_and_mul(gate_up, activated, delta)
+            self._activate(gate_up, activated, delta)
             delta = ops.linear(activated, layer.down, update, lora)
+            delta = self._norm_update(update, layer.down_norm, delta)
         num_logits = rows if batch.logit_rows is None else batch.logit_rows.shape[0]
         if logits is None:
             logits = torch.empty(num_logits, self.config.vocab_size, dtype=torch.float32, device=self.device)
@@ -111,4 +124,28 @@ class Decoder:
             normed = hidden[:num_logits]
             ops.final_norm(residual, update, batch.logit_rows, self.final_norm, eps, normed, delta)
             ops.linear(normed, self.head, logits)
+            if cap := self.config.final_softcap:
+                logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+    def _norm_update(self, update: Tensor, weight: Tensor | None, delta: LoraDelta | None) -> LoraDelta | None:
+        """Normalise in place what attention or MLP adds, where the family does. Returns the delta still to be added."""
+        if weight is None:
+            return delta
+        assert delta is None, "what adapters add is part of what is normalised"
+        self.ops.add_rms_norm(update, None, weight, self.config.rms_norm_eps, update)
+        return None
+
+    def _activate(self, gate_up: Tensor, out: Tensor, delta: LoraDelta | None) -> None:
+        if self._gelu is None:
+            self.ops.silu_and_mul(gate_up, out, delta)
+        else:
+            assert delta is None, "the activation adds no delta"
+            self._gelu.gelu_and_mul(gate_up, out)
+
+
+def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float | None:
+    """What embeddings are multiplied by, rounded to the model's type as transformers does; None is nothing."""
+    if not config.family.scaled_embeddings:
+        return None
+    return torch.tensor(config.hidden_size**0.5, dtype=torch.float32).to(dtype).item()

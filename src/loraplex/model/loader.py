@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from loraplex.core import BaseDescription, BaseRefused, BaseSite, RefusalReason
-from loraplex.kernels import AttentionShape, HeadNorms, Linear, LoraSite, Ops
+from loraplex.kernels import AttentionShape, HeadNorms, Linear, LoraSite, Ops, RopeTable
 from loraplex.model.checkpoint import Checkpoint, Progress, base_fingerprint
-from loraplex.model.config import DecoderConfig, read_config
+from loraplex.model.config import DecoderConfig, RopeConfig, read_config
 from loraplex.model.decoder import Decoder, DecoderLayer
 from loraplex.model.rope import build_rope_table
 
-# The adaptable linears of a layer in forward order: module path, fused group.
-SITE_MODULES = (
+# The adaptable linears of a layer in forward order: module path, group that is one product.
+_SPLIT_MODULES = (
     ("self_attn.q_proj", "qkv"),
     ("self_attn.k_proj", "qkv"),
     ("self_attn.v_proj", "qkv"),
@@ -25,20 +25,34 @@ SITE_MODULES = (
     ("mlp.up_proj", "gate_up"),
     ("mlp.down_proj", "down"),
 )
+_FUSED_MODULES = (
+    ("self_attn.qkv_proj", "qkv"),
+    ("self_attn.o_proj", "output"),
+    ("mlp.gate_up_proj", "gate_up"),
+    ("mlp.down_proj", "down"),
+)
+
+
+def site_modules(config: DecoderConfig) -> tuple[tuple[str, str], ...]:
+    """The adaptable linears of a layer in forward order: module path, group that is one product."""
+    return _FUSED_MODULES if config.family.fused else _SPLIT_MODULES
 
 
 def site_sizes(config: DecoderConfig) -> Mapping[str, tuple[int, int]]:
     """(d_in, d_out) of each adaptable module, by path inside a layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    return {
+    sizes = {
+        "self_attn.qkv_proj": (hidden, config.q_size + 2 * config.kv_size),
         "self_attn.q_proj": (hidden, config.q_size),
         "self_attn.k_proj": (hidden, config.kv_size),
         "self_attn.v_proj": (hidden, config.kv_size),
         "self_attn.o_proj": (config.q_size, hidden),
+        "mlp.gate_up_proj": (hidden, 2 * inner),
         "mlp.gate_proj": (hidden, inner),
         "mlp.up_proj": (hidden, inner),
         "mlp.down_proj": (inner, hidden),
     }
+    return {path: sizes[path] for path, _ in site_modules(config)}
 
 
 def list_sites(config: DecoderConfig) -> tuple[BaseSite, ...]:
@@ -47,8 +61,15 @@ def list_sites(config: DecoderConfig) -> tuple[BaseSite, ...]:
     return tuple(
         BaseSite(f"model.layers.{layer}.{path}", layer, path.rsplit(".", 1)[1], *sizes[path])
         for layer in range(config.num_layers)
-        for path, _ in SITE_MODULES
+        for path, _ in site_modules(config)
     )
+
+
+def _hidden_norms(config: DecoderConfig) -> tuple[str, ...]:
+    """Norms of a layer over hidden_size."""
+    around = ("input_layernorm", "post_attention_layernorm")
+    inner = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return around + inner if config.family.sandwich_norms else around
 
 
 def _has_bias(config: DecoderConfig, path: str) -> bool:
@@ -71,7 +92,7 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             expected[f"{prefix}{path}.weight"] = (d_out, d_in)
             if _has_bias(config, path):
                 expected[f"{prefix}{path}.bias"] = (d_out,)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
+        for norm in _hidden_norms(config):
             expected[f"{prefix}{norm}.weight"] = (config.hidden_size,)
         for norm in ("q_norm", "k_norm") if config.qk_norm else ():
             expected[f"{prefix}self_attn.{norm}.weight"] = (config.head_dim,)
@@ -98,23 +119,33 @@ class _LayerLoader:
     """Reads one layer at a time, so that at most one layer exists twice in memory."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, dtype: torch.dtype, device: torch.device
+        self, checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, dtype: torch.dtype, options: LoadOptions
     ):
         self.checkpoint, self.config, self.ops = checkpoint, config, ops
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device = dtype, options.device
+        self._rope = self._table(config.rope, options)
+        self._local_rope = self._table(config.local_rope, options) if config.local_rope else self._rope
+
+    def _table(self, rope: RopeConfig, options: LoadOptions) -> RopeTable:
+        return build_rope_table(rope, self.config.rotary_dim, options.max_model_len).to(options.device)
 
     def tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
 
+    def norm(self, name: str) -> Tensor:
+        """The weight of a norm; where the family adds 1 to it, the sum in float32, which no narrower type holds."""
+        weight = self.tensor(name)
+        return 1.0 + weight.float() if self.config.family.norm_offset else weight
+
     def fused(self, layer: int, group: str) -> Linear:
         """The linears of a group as one, with the LoRA sites of its parts."""
-        sizes, prefix = site_sizes(self.config), f"model.layers.{layer}."
+        sizes, prefix, modules = site_sizes(self.config), f"model.layers.{layer}.", site_modules(self.config)
         weights, biases, sites, offset = [], [], [], 0
-        for position, (path, owner) in enumerate(SITE_MODULES):
+        for position, (path, owner) in enumerate(modules):
             if owner != group:
                 continue
             d_in, d_out = sizes[path]
-            sites.append(LoraSite(layer * len(SITE_MODULES) + position, d_in, d_out, offset))
+            sites.append(LoraSite(layer * len(modules) + position, d_in, d_out, offset))
             weights.append(self.tensor(f"{prefix}{path}.weight"))
             if _has_bias(self.config, path):
                 biases.append(self.tensor(f"{prefix}{path}.bias"))
@@ -124,21 +155,24 @@ class _LayerLoader:
 
     def layer(self, layer: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{layer}."
-        norms = None
+        head_norms = None
         if config.qk_norm:
-            q_norm, k_norm = (self.tensor(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
-            norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
+            q_norm, k_norm = (self.norm(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
+            head_norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
+        norms = [self.norm(f"{prefix}{name}.weight") for name in _hidden_norms(config)]
+        window, heads = config.windows[layer], (config.num_heads, config.num_kv_heads, config.head_dim)
         return DecoderLayer(
-            input_norm=self.tensor(f"{prefix}input_layernorm.weight"),
+            input_norm=norms[0],
             qkv=self.fused(layer, "qkv"),
             output=self.fused(layer, "output"),
-            post_norm=self.tensor(f"{prefix}post_attention_layernorm.weight"),
+            output_norm=norms[1] if config.family.sandwich_norms else None,
+            mlp_norm=norms[2] if config.family.sandwich_norms else norms[1],
             gate_up=self.fused(layer, "gate_up"),
             down=self.fused(layer, "down"),
-            attention=AttentionShape(
-                config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.windows[layer]
-            ),
-            head_norms=norms,
+            down_norm=norms[3] if config.family.sandwich_norms else None,
+            attention=AttentionShape(*heads, config.attention_scale, window, config.attention_softcap),
+            head_norms=head_norms,
+            rope=self._local_rope if window else self._rope,
         )
 
 
@@ -179,7 +213,7 @@ def load_decoder(
 ) -> Decoder:
     """Load the weights. `progress` is called after each layer with (layers done, layers in all)."""
     dtype = options.dtype or getattr(torch, config.dtype)
-    loader = _LayerLoader(checkpoint, config, ops, dtype, options.device)
+    loader = _LayerLoader(checkpoint, config, ops, dtype, options)
     embedding = loader.tensor("model.embed_tokens.weight").contiguous()
     head = embedding if config.tied_embeddings else loader.tensor("lm_head.weight")
     prepared_head = ops.prepare_linear(head, None)
@@ -193,8 +227,7 @@ def load_decoder(
         ops=ops,
         embedding=embedding,
         layers=tuple(layers),
-        final_norm=loader.tensor("model.norm.weight"),
+        final_norm=loader.norm("model.norm.weight"),
         head=prepared_head,
-        rope=build_rope_table(config.rope, config.head_dim, options.max_model_len).to(options.device),
         max_rows=options.max_rows,
     )

@@ -6,25 +6,29 @@ import torch
 from torch import Tensor
 
 from loraplex.kernels import RopeTable
-from loraplex.model.config import RopeConfig
+from loraplex.model.rope_config import RopeConfig
+
+_ORIGINAL = "original_max_position_embeddings"
 
 
-def build_rope_table(rope: RopeConfig, head_dim: int, max_len: int) -> RopeTable:
-    """cos and sin [max_len, head_dim / 2] float32, computed in float32 as transformers does."""
-    frequencies, factor = _frequencies(rope, head_dim)
+def build_rope_table(rope: RopeConfig, rotary_dim: int, max_len: int) -> RopeTable:
+    """cos and sin [max_len, rotary_dim / 2] float32, computed in float32 as transformers does."""
+    frequencies, factor = _frequencies(rope, rotary_dim)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies[None]
     return RopeTable((angles.cos() * factor).contiguous(), (angles.sin() * factor).contiguous())
 
 
-def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Angle a position for each pair [head_dim / 2], and the factor on cos and sin."""
-    base = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+def _frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    """Angle a position for each pair [dim / 2], and the factor on cos and sin."""
+    base = rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     if rope.kind == "linear":
         return base / float(rope.fields["factor"]), 1.0
     if rope.kind == "llama3":
         return _llama3(rope, base), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, base, head_dim)
+        return _yarn(rope, base, dim)
+    if rope.kind == "longrope":
+        return base / torch.tensor(rope.fields["short_factor"], dtype=torch.float32), _long_attention_factor(rope)
     return base, 1.0
 
 
@@ -36,6 +40,14 @@ def _llama3(rope: RopeConfig, base: Tensor) -> Tensor:
     turns = original * base / (2 * math.pi)  # rotations over the original context
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return base * (kept + (1.0 - kept) / float(fields["factor"]))
+
+
+def _long_attention_factor(rope: RopeConfig) -> float:
+    """Factor on cos and sin of LongRoPE (Ding et al., arXiv 2402.13753), unless the config gives it."""
+    given, factor = rope.fields.get("attention_factor"), float(rope.fields["factor"])
+    if given is not None:
+        return float(given)
+    return math.sqrt(1 + math.log(factor) / math.log(rope.fields[_ORIGINAL])) if factor > 1 else 1.0
 
 
 def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> tuple[Tensor, float]:

@@ -1,7 +1,7 @@
 """A step of many rows, planned on the host: all its rows in blocks of one adapter, and that adapter's chunks once.
 
-Beside `items`, whose lists repeat an adapter's chunks for each of its blocks, these tables are small: an adapter of rank
-64 on 2048 rows takes 4 entries a site instead of 128.
+The lists of `items` repeat an adapter's chunks for each of its blocks; these tables do not: an adapter of rank 64 on
+2048 rows takes 4 entries a site instead of 128.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from loraplex.kernels.gpu.shrink import read_item
 
 
 @triton.jit
-def _locate(tile, tiles0, tiles1, width0, width1, width2, BLOCK_N: tl.constexpr):
+def locate(tile, tiles0, tiles1, width0, width1, width2, BLOCK_N: tl.constexpr):
     """Site of a tile among the linear's, its columns, where they begin in the fused output, the tile's first column."""
     site = (tile >= tiles0).to(tl.int32) + (tile >= tiles1).to(tl.int32)
     width = tl.where(site == 0, width0, tl.where(site == 1, width1, width2))
@@ -82,7 +82,7 @@ def expand(
     """With WAITS the program starts while shrink still runs and reads its first B meanwhile."""
     if SIGNALS:
         tl.extra.cuda.gdc_launch_dependents()
-    site, width, offset, col = _locate(tl.program_id(0), tiles0, tiles1, width0, width1, width2, BLOCK_N)
+    site, width, offset, col = locate(tl.program_id(0), tiles0, tiles1, width0, width1, width2, BLOCK_N)
     cols = col + tl.arange(0, BLOCK_N)
     item = tl.program_id(1)
     at = item * num_sites + first_site + site

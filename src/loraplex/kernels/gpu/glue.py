@@ -88,7 +88,7 @@ def add_rms_norm(
 
 
 @triton.jit
-def _normed(first, second, first_weight, second_weight, width, eps):
+def normed(first, second, first_weight, second_weight, width, eps):
     """RMS norm of heads given by halves [heads, half]."""
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     scale = tl.rsqrt(squares / width + eps)[:, None]
@@ -155,7 +155,7 @@ def _rope_and_store(
     if HAS_NORM:
         weights = tl.where(is_key[:, None], k_weight + dims[None, :], q_weight + dims[None, :])
         w0, w1 = tl.load(weights, mask=mask, other=0.0), tl.load(weights + half, mask=mask, other=0.0)
-        x, y = _normed(a, b, w0.to(tl.float32), w1.to(tl.float32), 2 * half, eps)
+        x, y = normed(a, b, w0.to(tl.float32), w1.to(tl.float32), 2 * half, eps)
     position = tl.load(row_pos + row).to(tl.int64) * half + dims
     c = tl.load(cosine + position, mask=dims < half, other=0.0)[None, :]
     s = tl.load(sine + position, mask=dims < half, other=0.0)[None, :]

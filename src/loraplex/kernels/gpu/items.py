@@ -92,7 +92,7 @@ def _blocks(batch: LoraBatch, block_rows: int) -> NDArray[np.int32]:
     return np.array(blocks, dtype=np.int32).reshape(-1, 3)
 
 
-def _write_entries(
+def write_entries(
     batch: LoraBatch,
     slots: NDArray[np.int32],
     counts: NDArray[np.int32],
@@ -157,7 +157,7 @@ def plan_items(batch: LoraBatch, num_rows: int, block_rows: int, out: WorkItems)
     for low in range(0, len(slots), _SLOTS):  # what a cache holds at a time
         some = slice(low, low + _SLOTS)
         part = slice(ends[low], ends[min(low + _SLOTS, len(slots))])
-        _write_entries(batch, slots[some], counts[some], out.align, words[part], exists[part])
+        write_entries(batch, slots[some], counts[some], out.align, words[part], exists[part])
     if not same:
         np.take(words, entry, axis=0, out=table[:longest], mode="clip")
         exists = exists[entry]

@@ -1,4 +1,4 @@
-"""Launching shrink and expand: two launches a fused linear, whatever the mix."""
+"""Launching shrink and expand of decoding steps: two launches a fused linear, whatever the mix."""
 
 import functools
 from collections.abc import Iterable
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from loraplex.kernels.gpu.expand import expand
 from loraplex.kernels.gpu.items import WorkItems
-from loraplex.kernels.gpu.shrink import shrink_decode, shrink_prefill
+from loraplex.kernels.gpu.shrink import shrink_decode
 from loraplex.kernels.types import LoraSite
 
 CHUNK = 16  # ranks a chunk has at most: pool.geometry.MAX_CHUNK_RANK
 MAX_SITES = 3  # of one fused linear: q, k and v
-DECODE_ROWS, PREFILL_ROWS = 8, 64  # rows of a block
-MAX_DECODE_ROWS = 16  # blocks up to which the decode kernels run
+DECODE_ROWS, PREFILL_ROWS = 8, 128  # rows of a block: of `WorkItems`, and of `RowBlocks`
 GROUPS = 4  # parts of a slice of K that are summed apart, one a warp
 RUN = 64  # elements of K a group has next to each other
 
@@ -37,8 +36,6 @@ class Tiles:
     shrink_pdl: bool = False  # programmatic dependent launch, on what is before in the stream: Hopper and newer
     expand_pdl: bool = False
     pdl_early: bool = True  # the next kernel starts at once, not when this one's programs end
-    prefill_n: int = 128
-    prefill_warps: int = 4
 
     def splits(self, d_in: int) -> int:
         """Programs that share K."""
@@ -76,7 +73,7 @@ class BoundLora:
     pages: Tensor  # the pool, flat
     items: WorkItems
     part: Tensor  # float32, see `partial_sums`
-    block_rows: int  # that the items were planned with: DECODE_ROWS or PREFILL_ROWS
+    block_rows: int  # that the items were planned with: DECODE_ROWS, or 16
     num_programs: int
 
 
@@ -105,9 +102,7 @@ def lora_delta(
 def _shrink(x: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles) -> None:
     items, d_in = bound.items, sites[0].d_in
     splits = tiles.splits(d_in)
-    is_decode = bound.block_rows <= MAX_DECODE_ROWS
-    kernel = shrink_decode if is_decode else shrink_prefill
-    kernel[(len(sites) * splits, bound.num_programs)](
+    shrink_decode[(len(sites) * splits, bound.num_programs)](
         x,
         bound.pages,
         bound.part,
@@ -128,15 +123,13 @@ def _shrink(x: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Til
         ALIGN=items.align,
         PRECISION="ieee",
         num_warps=tiles.groups,
-        maxnreg=tiles.shrink_registers if is_decode else None,
-        **(_pdl(tiles.shrink_pdl, tiles.expand_pdl and tiles.pdl_early) if is_decode else {"STAGES": 3}),
+        maxnreg=tiles.shrink_registers,
+        **_pdl(tiles.shrink_pdl, tiles.expand_pdl and tiles.pdl_early),
     )
 
 
 def _expand(delta: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles) -> None:
-    items = bound.items
-    is_decode = bound.block_rows <= MAX_DECODE_ROWS
-    block_n = tiles.block_n if is_decode else tiles.prefill_n
+    items, block_n = bound.items, tiles.block_n
     widths = [site.d_out for site in sites] + [0] * (MAX_SITES - len(sites))
     ends = [sum(triton.cdiv(width, block_n) for width in widths[: i + 1]) for i in range(MAX_SITES)]
     splits = tiles.splits(sites[0].d_in)
@@ -162,9 +155,9 @@ def _expand(delta: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles:
         CHUNK=CHUNK,
         ALIGN=items.align,
         PRECISION="ieee",
-        num_warps=tiles.expand_warps if is_decode else tiles.prefill_warps,
-        maxnreg=tiles.expand_registers if is_decode else None,
-        **_pdl(tiles.expand_pdl and is_decode, tiles.shrink_pdl and tiles.pdl_early and is_decode),
+        num_warps=tiles.expand_warps,
+        maxnreg=tiles.expand_registers,
+        **_pdl(tiles.expand_pdl, tiles.shrink_pdl and tiles.pdl_early),
     )
 
 

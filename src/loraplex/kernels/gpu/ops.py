@@ -1,7 +1,8 @@
 """The operations on CUDA: dense products by cuBLAS, attention by FlashInfer, adapters and the rest in Triton.
 
 A linear's adapters run beside its product on a second stream, into a buffer that the next operation adds. There is one
-such buffer: a delta is read before the next linear begins.
+such buffer: a delta is read before the next linear begins. In steps of many rows only shrink runs beside the product,
+and the next operation expands (`prefill.py`).
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from loraplex.kernels.gpu import glue
+from loraplex.kernels.gpu import glue, prefill
 from loraplex.kernels.gpu.lora import BoundLora, lora_delta
+from loraplex.kernels.gpu.prefill import BoundPrefill
 from loraplex.kernels.types import (
     AttentionShape,
     HeadNorms,
@@ -82,7 +84,7 @@ class CudaOps:
         return Linear(weight.contiguous(), bias, weight.shape[1], weight.shape[0], sites)
 
     def bind_lora(self, batch: LoraBatch) -> LoraBatch:
-        assert isinstance(batch.native, BoundLora), "the runner binds a step's adapters"
+        assert isinstance(batch.native, BoundLora | BoundPrefill), "the runner binds a step's adapters"
         return batch
 
     def bind_kv(self, batch: KvBatch) -> KvBatch:
@@ -93,17 +95,24 @@ class CudaOps:
         if lora is None or not linear.sites:
             self._product(x, linear, out)
             return None
-        bound: BoundLora = lora.native
-        assert self._delta is not None, "reserve comes first"
-        values = self._delta[: out.numel()].view(out.shape)
+        bound: BoundLora | BoundPrefill = lora.native
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         self._product(x, linear, out)
         with torch.cuda.stream(self._side):
-            if bound.num_programs <= _FEW_PROGRAMS and linear.weight.nbytes >= _LONG_PRODUCT_BYTES:
-                glue.pause(bound.items.count)
-            lora_delta(values, x, linear.sites, bound)
+            delta = self._delta_of(x, linear, out, bound)
         main.wait_stream(self._side)
+        return delta
+
+    def _delta_of(self, x: Tensor, linear: Linear, out: Tensor, bound: BoundLora | BoundPrefill) -> LoraDelta | None:
+        """What adapters add to `linear`'s output, or v for the next operation to expand."""
+        if isinstance(bound, BoundPrefill):
+            return prefill.shrink(x, linear.sites, bound) if bound.counts.places else None
+        assert self._delta is not None, "reserve comes first"
+        values = self._delta[: out.numel()].view(out.shape)
+        if bound.num_programs <= _FEW_PROGRAMS and linear.weight.nbytes >= _LONG_PRODUCT_BYTES:
+            glue.pause(bound.items.count)
+        lora_delta(values, x, linear.sites, bound)
         return LoraDelta(values, bound.items.covered, linear.sites)
 
     def _product(self, x: Tensor, linear: Linear, out: Tensor) -> None:
@@ -124,7 +133,7 @@ class CudaOps:
         out: Tensor,
         delta: LoraDelta | None = None,
     ) -> None:
-        glue.add_rms_norm(residual, update, delta, weight, eps, out)
+        glue.add_rms_norm(residual, update, self._expanded(update, delta), weight, eps, out)
 
     def final_norm(
         self,
@@ -136,7 +145,15 @@ class CudaOps:
         out: Tensor,
         delta: LoraDelta | None = None,
     ) -> None:
-        glue.add_rms_norm(residual, update, delta, weight, eps, out, rows)
+        glue.add_rms_norm(residual, update, self._expanded(update, delta), weight, eps, out, rows)
+
+    def _expanded(self, update: Tensor | None, delta: LoraDelta | None) -> LoraDelta | None:
+        """What is left to add to `update`: a norm needs whole rows, so v B is added to it in place before."""
+        if delta is None or delta.shrunk is None:
+            return delta
+        assert update is not None
+        prefill.add(update, delta)
+        return None
 
     def rope_and_store(
         self,
@@ -151,6 +168,9 @@ class CudaOps:
         bound: BoundKv = kv.native
         keys, values = kv.pages[:, layer, 0], kv.pages[:, layer, 1]
         where = (bound.row_page, bound.row_offset, bound.row_pos)
+        if delta is not None and delta.shrunk is not None:
+            prefill.rope_and_store(qkv, delta, shape, rope, norms, keys, values, *where)
+            return
         glue.rope_and_store(qkv, delta, shape, rope, norms, keys, values, *where)
 
     def attention(self, qkv: Tensor, layer: int, shape: AttentionShape, kv: KvBatch, out: Tensor) -> None:
@@ -160,4 +180,7 @@ class CudaOps:
         bound.attention.run(q, keys, values, shape, out.view(q.shape))
 
     def silu_and_mul(self, gate_up: Tensor, out: Tensor, delta: LoraDelta | None = None) -> None:
+        if delta is not None and delta.shrunk is not None:
+            prefill.silu_and_mul(gate_up, delta, out)
+            return
         glue.silu_and_mul(gate_up, delta, out)

@@ -2,8 +2,10 @@
 
 Shrink reads x once for all sites of a linear and up to RANKS ranks, whose rows of A are gathered by pointer. Partial
 sums over K are stored and then added in order, so v depends on the row and d_in only. What expand would write and the
-next operation would read again, that operation computes for its tile, from v and a tile of B, on the matrix units. The
-sum is rounded once, where the reference (`kernels/reference.py`) rounds it; rows without an adapter keep the base's bits.
+next operation would read again, that operation computes for its tile, from v and a tile of B, on the matrix units; a
+norm, which needs whole rows, finds it added in place. The sum is rounded once, where the reference rounds it
+(`kernels/reference.py`); rows without an adapter keep the base's bits. What a row gets does not depend on the rows
+beside it, but is not to the bit what decoding gives it: K is cut into other slices, and other instructions multiply.
 """
 
 import triton
@@ -14,10 +16,14 @@ from loraplex.kernels.gpu.glue import normed
 
 
 @triton.jit
-def _read_block(blocks, block):
-    """First row, number of rows, first entry, number of entries and first place in v."""
-    at = blocks + block * 8
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+def _read_part(blocks, program, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Which TILE rows of a block of up to ROWS a program has: the first one's place in the block and in the step, how
+    many there are, and the block's first entry, number of entries (0 where there are no rows) and first place in v."""
+    at = blocks + program // (ROWS // TILE) * 8
+    skipped = program % (ROWS // TILE) * TILE
+    num_rows = tl.load(at + 1) - skipped
+    count = tl.where(num_rows > 0, tl.load(at + 3), 0)
+    return skipped, tl.load(at) + skipped, num_rows, tl.load(at + 2), count, tl.load(at + 4)
 
 
 @triton.jit
@@ -44,6 +50,7 @@ def shrink_blocks(
     stride_x,
     SITES: tl.constexpr,
     ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
     SLICE: tl.constexpr,
@@ -52,8 +59,8 @@ def shrink_blocks(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (blocks, splits, groups): a group is RANKS / CHUNK of the SITES * chunks chunks, site after site."""
-    row0, num_rows, first, count, place = _read_block(blocks, tl.program_id(0))
+    """Grid (parts, splits, groups): a group is RANKS / CHUNK of the SITES * chunks chunks, site after site."""
+    skipped, row0, num_rows, first, count, place = _read_part(blocks, tl.program_id(0), ROWS, TILE)
     split = tl.program_id(1)
     ranks = tl.arange(0, RANKS)
     number = tl.program_id(2) * (RANKS // CHUNK) + ranks // CHUNK
@@ -61,13 +68,13 @@ def shrink_blocks(
     has = (site < SITES) & (chunk < count)
     at = (first + chunk) * num_sites + first_site + site
     rank, offset = _read_entries(entries, entries64, at, has, 0, ALIGN)
-    if tl.max(rank, axis=0) > 0:
+    if count > 0:
         is_rank = ranks % CHUNK < rank
         a_rows = pages + (offset + (ranks % CHUNK).to(tl.int64) * d_in)
-        rows = tl.arange(0, ROWS)
+        rows = tl.arange(0, TILE)
         is_row = rows < num_rows
         x_rows = x + (row0 + rows).to(tl.int64) * stride_x
-        v = tl.zeros((ROWS, RANKS), tl.float32)
+        v = tl.zeros((TILE, RANKS), tl.float32)
         for start in tl.range(split * SLICE, tl.minimum(split * SLICE + SLICE, d_in), BLOCK_K, num_stages=STAGES):
             k = start + tl.arange(0, BLOCK_K)
             is_k = k < d_in
@@ -75,7 +82,7 @@ def shrink_blocks(
             a = tl.load(a_rows[:, None] + k[None, :], mask=is_rank[:, None] & is_k[None, :], other=0.0)
             v = tl.dot(xs, tl.trans(a), v, input_precision=PRECISION)
         piece = (split * SITES + site).to(tl.int64) * num_places + place + chunk
-        out = part + (piece[None, :] * ROWS + rows[:, None]) * CHUNK + (ranks % CHUNK)[None, :]
+        out = part + (piece[None, :] * ROWS + (skipped + rows)[:, None]) * CHUNK + (ranks % CHUNK)[None, :]
         tl.store(out, v, mask=is_row[:, None] & has[None, :])
 
 
@@ -86,7 +93,7 @@ def sum_splits(
     num_places,
     SPLITS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # divides SIZE
 ):
     """Grid (num_places * SIZE / BLOCK, sites). Splits are added in order; what no row or rank wrote stays undefined."""
     site = tl.program_id(1).to(tl.int64)
@@ -101,31 +108,30 @@ def sum_splits(
 @triton.jit
 def _expand(
     pages,
-    v,  # of the linear's site: [num_places, ROWS, CHUNK]
+    v,  # of the part's first row at the site, in [chunks, ROWS, CHUNK]
     entries,
     entries64,
     entries_float,
     num_sites,
-    site,  # among all of the model
-    first,
+    own,  # the block's first entry at the site
     count,
-    place,
-    num_rows,
     cols,  # of the site [BLOCK_N]
     is_col,
     width,  # columns of the site
     ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """scale * v B of a block [ROWS, BLOCK_N] float32; -0, which changes no number, where no adapter has the site."""
-    own = first * num_sites + site
-    rows = tl.arange(0, ROWS)
-    total = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    highest = count * 0
+    """scale * v B of a part [TILE, BLOCK_N] float32; -0, which changes no number, where no adapter has the site."""
+    rows = tl.arange(0, TILE)
+    total = tl.zeros((TILE, BLOCK_N), tl.float32)
+    chunks_here = tl.load(entries + own * 8 + 5, mask=count > 0, other=0) >> 16
+    scale = tl.load(entries_float + own * 8 + 6, mask=count > 0, other=0.0)
+    factor = tl.where(chunks_here > 0, scale, -1.0)
     for start in tl.range(0, count * CHUNK, RANKS, num_stages=1):
         ranks = start + tl.arange(0, RANKS)
         chunk, within = ranks // CHUNK, ranks % CHUNK
@@ -133,13 +139,17 @@ def _expand(
         is_rank = within < rank
         b_rows = pages + (offset + within.to(tl.int64) * width)
         b = tl.load(b_rows[:, None] + cols[None, :], mask=is_rank[:, None] & is_col[None, :], other=0.0)
-        v_ranks = v + ((place + chunk).to(tl.int64) * (ROWS * CHUNK) + within)
-        left_mask = (rows < num_rows)[:, None] & is_rank[None, :]
-        left = tl.load(v_ranks[None, :] + (rows * CHUNK)[:, None], mask=left_mask, other=0.0)
+        v_at = v + (chunk * (ROWS * CHUNK) + within)[None, :] + (rows * CHUNK)[:, None]
+        # Rows beyond the block's are never stored; ranks beyond a chunk's are zeros.
+        left = tl.load(v_at, mask=(chunk < count)[None, :], other=0.0)
         total = tl.dot(left, b, total, input_precision=PRECISION)
-        highest = tl.maximum(highest, tl.max(rank, axis=0))
-    scale = tl.load(entries_float + own * 8 + 6, mask=count > 0, other=0.0)
-    return tl.where(highest > 0, total * scale, -0.0)
+    return total * factor
+
+
+@triton.jit
+def _v_of(v, site, num_places, place, skipped, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """v of a part's first row at the linear's site `site`."""
+    return v + (site * num_places + place).to(tl.int64) * (ROWS * CHUNK) + skipped * CHUNK
 
 
 @triton.jit
@@ -167,26 +177,26 @@ def add_expanded(
     width1,
     width2,
     ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y += scale * v B, in place. Grid (tiles of columns, blocks)."""
-    row0, num_rows, first, count, place = _read_block(blocks, tl.program_id(1))
+    """y += scale * v B, in place. Grid (tiles of columns, parts)."""
+    skipped, row0, num_rows, first, count, place = _read_part(blocks, tl.program_id(1), ROWS, TILE)
     if count > 0:
         site, width, out0, col = locate(tl.program_id(0), tiles0, tiles1, width0, width1, width2, BLOCK_N)
         cols = col + tl.arange(0, BLOCK_N)
-        rows = tl.arange(0, ROWS)
+        rows = tl.arange(0, TILE)
         own = y + (row0 + rows).to(tl.int64)[:, None] * stride_y + (out0 + cols)[None, :]
         mask = (rows < num_rows)[:, None] & (cols < width)[None, :]
         value = tl.load(own, mask=mask, other=0.0)
-        v_site = v + (site * num_places).to(tl.int64) * (ROWS * CHUNK)
-        tables = pages, v_site, entries, entries64, entries_float, num_sites, first_site + site
+        v_block, entry = _v_of(v, site, num_places, place, skipped, ROWS, CHUNK), first * num_sites + first_site + site
         delta = _expand(
-            *tables, first, count, place, num_rows, cols, cols < width, width,
-            ROWS, RANKS, CHUNK, BLOCK_N, ALIGN, PRECISION,
+            pages, v_block, entries, entries64, entries_float, num_sites, entry, count, cols, cols < width,
+            width, ROWS, TILE, RANKS, CHUNK, BLOCK_N, ALIGN, PRECISION
         )  # fmt: skip
         tl.store(own, _with_delta(value, delta).to(value.dtype), mask=mask)
 
@@ -206,28 +216,115 @@ def silu_and_mul_blocks(
     num_places,
     width,
     ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    COLS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (tiles of columns, blocks)."""
-    row0, num_rows, first, count, place = _read_block(blocks, tl.program_id(1))
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_col = cols < width
-    rows = tl.arange(0, ROWS)
+    """Grid (groups of COLS tiles of columns, parts). v of a part is read again for each tile, but from the L1 cache."""
+    skipped, row0, num_rows, first, count, place = _read_part(blocks, tl.program_id(1), ROWS, TILE)
+    rows = tl.arange(0, TILE)
+    is_row = rows < num_rows
     row = (row0 + rows).to(tl.int64)[:, None]
-    own = gate_up + row * (2 * width) + cols[None, :]
-    mask = (rows < num_rows)[:, None] & is_col[None, :]
-    gate, up = tl.load(own, mask=mask, other=0.0), tl.load(own + width, mask=mask, other=0.0)
-    v_up = v + num_places.to(tl.int64) * (ROWS * CHUNK)
-    tables = entries, entries64, entries_float, num_sites
-    block = first, count, place, num_rows, cols, is_col, width, ROWS, RANKS, CHUNK, BLOCK_N, ALIGN, PRECISION
-    g = _with_delta(gate, _expand(pages, v, *tables, first_site, *block))
-    u = _with_delta(up, _expand(pages, v_up, *tables, first_site + 1, *block))
-    result = g * tl.sigmoid(g) * u
-    tl.store(out + row * width + cols[None, :], result.to(out.dtype.element_ty), mask=mask)
+    v_gate = _v_of(v, 0, num_places, place, skipped, ROWS, CHUNK)
+    v_up = _v_of(v, 1, num_places, place, skipped, ROWS, CHUNK)
+    entry = first * num_sites + first_site
+    for tile in tl.range(tl.program_id(0) * COLS, tl.program_id(0) * COLS + COLS, num_stages=1):
+        cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_col = cols < width
+        own = gate_up + row * (2 * width) + cols[None, :]
+        mask = is_row[:, None] & is_col[None, :]
+        gate, up = tl.load(own, mask=mask, other=0.0), tl.load(own + width, mask=mask, other=0.0)
+        g = _expand(
+            pages, v_gate, entries, entries64, entries_float, num_sites, entry, count, cols, is_col, width,
+            ROWS, TILE, RANKS, CHUNK, BLOCK_N, ALIGN, PRECISION
+        )  # fmt: skip
+        u = _expand(
+            pages, v_up, entries, entries64, entries_float, num_sites, entry + 1, count, cols, is_col, width,
+            ROWS, TILE, RANKS, CHUNK, BLOCK_N, ALIGN, PRECISION
+        )  # fmt: skip
+        g, u = _with_delta(gate, g), _with_delta(up, u)
+        result = g * tl.sigmoid(g) * u
+        tl.store(out + row * width + cols[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _read_halves(
+    own,
+    mask,
+    half,
+    pages,
+    v,
+    entries,
+    entries64,
+    entries_float,
+    num_sites,
+    entry,
+    count,
+    cols,
+    is_dim,
+    width,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALF: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Both halves of a head at `own` [TILE, HALF] float32, with what adapters add. Other arguments: `_expand`."""
+    a, b = tl.load(own, mask=mask, other=0.0), tl.load(own + half, mask=mask, other=0.0)
+    delta_a = _expand(
+        pages, v, entries, entries64, entries_float, num_sites, entry, count, cols, is_dim, width,
+        ROWS, TILE, RANKS, CHUNK, HALF, ALIGN, PRECISION
+    )  # fmt: skip
+    delta_b = _expand(
+        pages, v, entries, entries64, entries_float, num_sites, entry, count, cols + half, is_dim, width,
+        ROWS, TILE, RANKS, CHUNK, HALF, ALIGN, PRECISION
+    )  # fmt: skip
+    return _with_delta(a, delta_a), _with_delta(b, delta_b)
+
+
+@triton.jit
+def _site_of(head, num_heads, num_kv_heads):
+    """Site of a head (0 q, 1 k, 2 v), its place among the site's heads, and how many those are."""
+    site = (head >= num_heads).to(tl.int32) + (head >= num_heads + num_kv_heads).to(tl.int32)
+    within = head - tl.where(site == 0, 0, num_heads) - tl.where(site == 2, num_kv_heads, 0)
+    return site, within, tl.where(site == 0, num_heads, num_kv_heads)
+
+
+@triton.jit
+def _read_angles(cosine, sine, row_pos, row, is_row, dims, half, mask):
+    """cos and sin of rows [TILE, HALF], zeros where not `mask`."""
+    position = tl.load(row_pos + row, mask=is_row, other=0).to(tl.int64)[:, None] * half + dims[None, :]
+    return tl.load(cosine + position, mask=mask, other=0.0), tl.load(sine + position, mask=mask, other=0.0)
+
+
+@triton.jit
+def _read_cells(row_page, row_offset, row, is_row, stride_page, stride_token):
+    """Where rows are stored from the pages' start, and whether they are [TILE]."""
+    page = tl.load(row_page + row, mask=is_row, other=-1).to(tl.int64)
+    return page * stride_page + tl.load(row_offset + row, mask=is_row, other=0) * stride_token, page >= 0
+
+
+@triton.jit
+def _rotate(a, b, c, s, q_weight, k_weight, site, dims, half, eps, HAS_NORM: tl.constexpr):
+    """Heads of a site by halves [TILE, HALF], normalised and rotated."""
+    x, y = a, b
+    if HAS_NORM:
+        weights, is_dim = tl.where(site == 0, q_weight, k_weight) + dims, dims < half
+        w0, w1 = tl.load(weights, mask=is_dim, other=0.0), tl.load(weights + half, mask=is_dim, other=0.0)
+        x, y = normed(a, b, w0[None, :].to(tl.float32), w1[None, :].to(tl.float32), 2 * half, eps)
+    return x * c - y * s, y * c + x * s
+
+
+@triton.jit
+def _store_halves(at, first, second, half, mask):
+    tl.store(at, first.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + half, second.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_sites", "first_site", "num_places"])
@@ -262,46 +359,32 @@ def rope_and_store_blocks(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (groups of HEADS heads, blocks)."""
-    row0, num_rows, first, count, place = _read_block(blocks, tl.program_id(1))
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, HALF)
-    is_row, is_dim = rows < num_rows, dims < half
+    """Grid (groups of HEADS heads, parts)."""
+    skipped, row0, num_rows, first, count, place = _read_part(blocks, tl.program_id(1), ROWS, TILE)
+    rows, dims = tl.arange(0, TILE), tl.arange(0, HALF)
+    is_row, is_dim, row = rows < num_rows, dims < half, (row0 + rows).to(tl.int64)
     mask = is_row[:, None] & is_dim[None, :]
-    row = (row0 + rows).to(tl.int64)
-    position = tl.load(row_pos + row, mask=is_row, other=0).to(tl.int64)[:, None] * half + dims[None, :]
-    c, s = tl.load(cosine + position, mask=mask, other=0.0), tl.load(sine + position, mask=mask, other=0.0)
-    page = tl.load(row_page + row, mask=is_row, other=-1).to(tl.int64)
-    cell = page * stride_page + tl.load(row_offset + row, mask=is_row, other=0) * stride_token
-    stored = mask & (page >= 0)[:, None]
-    first_head = tl.program_id(0) * HEADS
-    for head in tl.range(first_head, tl.minimum(first_head + HEADS, num_heads + 2 * num_kv_heads), num_stages=1):
-        site = (head >= num_heads).to(tl.int32) + (head >= num_heads + num_kv_heads).to(tl.int32)
-        within = head - tl.where(site == 0, 0, num_heads) - tl.where(site == 2, num_kv_heads, 0)
-        width = tl.where(site == 0, num_heads, num_kv_heads) * (2 * half)
-        own = qkv + row[:, None] * stride_qkv + (head * (2 * half) + dims)[None, :]
-        a, b = tl.load(own, mask=mask, other=0.0), tl.load(own + half, mask=mask, other=0.0)
-        v_site = v + (site * num_places).to(tl.int64) * (ROWS * CHUNK)
-        tables = pages, v_site, entries, entries64, entries_float, num_sites, first_site + site
-        block = first, count, place, num_rows
-        cols = within * (2 * half) + dims
-        sizes = is_dim, width, ROWS, RANKS, CHUNK, HALF, ALIGN, PRECISION
-        wide_a = _with_delta(a, _expand(*tables, *block, cols, *sizes))
-        wide_b = _with_delta(b, _expand(*tables, *block, cols + half, *sizes))
-        x, y = wide_a, wide_b
-        if HAS_NORM:
-            weights = tl.where(site == 0, q_weight, k_weight) + dims
-            w0, w1 = tl.load(weights, mask=is_dim, other=0.0), tl.load(weights + half, mask=is_dim, other=0.0)
-            x, y = normed(wide_a, wide_b, w0[None, :].to(tl.float32), w1[None, :].to(tl.float32), 2 * half, eps)
-        turned, turned_too = x * c - y * s, y * c + x * s
+    c, s = _read_angles(cosine, sine, row_pos, row, is_row, dims, half, mask)
+    cell, has_cell = _read_cells(row_page, row_offset, row, is_row, stride_page, stride_token)
+    end = tl.minimum(tl.program_id(0) * HEADS + HEADS, num_heads + 2 * num_kv_heads)
+    for head in tl.range(tl.program_id(0) * HEADS, end, num_stages=1):
+        site, within, heads = _site_of(head, num_heads, num_kv_heads)
+        own, cols = qkv + row[:, None] * stride_qkv + (head * (2 * half) + dims)[None, :], within * (2 * half) + dims
+        a, b = _read_halves(
+            own, mask, half, pages, _v_of(v, site, num_places, place, skipped, ROWS, CHUNK), entries, entries64,
+            entries_float, num_sites, first * num_sites + first_site + site, count, cols, is_dim, heads * (2 * half),
+            ROWS, TILE, RANKS, CHUNK, HALF, ALIGN, PRECISION
+        )  # fmt: skip
+        turned, turned_too = _rotate(a, b, c, s, q_weight, k_weight, site, dims, half, eps, HAS_NORM)
         if site == 0:
-            tl.store(own, turned.to(a.dtype), mask=mask)
-            tl.store(own + half, turned_too.to(a.dtype), mask=mask)
+            _store_halves(own, turned, turned_too, half, mask)
         else:
-            at = tl.where(site == 1, keys, values) + cell[:, None] + cols[None, :]
-            tl.store(at, tl.where(site == 1, turned, wide_a).to(a.dtype), mask=stored)
-            tl.store(at + half, tl.where(site == 1, turned_too, wide_b).to(a.dtype), mask=stored)
+            at, is_key = tl.where(site == 1, keys, values) + cell[:, None] + cols[None, :], site == 1
+            first_half, other_half = tl.where(is_key, turned, a), tl.where(is_key, turned_too, b)
+            _store_halves(at, first_half, other_half, half, mask & has_cell[:, None])

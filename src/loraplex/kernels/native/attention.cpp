@@ -102,7 +102,7 @@ inline void weighted_values(const KvView& kv, const Span& span, i64 head, i64 d,
 
 // The query heads [0, groups) of one row that share one KV head.
 inline void attend(const bf16* q, bf16* out, const KvView& kv, const Span& span, i64 head, i64 groups, float scale,
-                   std::vector<float>& scratch) {
+                   float cap, std::vector<float>& scratch) {
   const i64 stride = kv.kv_heads * kv.head_dim, origin = span.first / 16 * 16;
   const i64 ldp = (span.last - origin) / 16 * 16 + 16;
   if ((i64)scratch.size() < groups * ldp + groups) scratch.resize(groups * ldp + groups);
@@ -114,7 +114,8 @@ inline void attend(const bf16* q, bf16* out, const KvView& kv, const Span& span,
     __mmask16 live = tail_mask(span.last - t + 1);
     if (t < span.first) live &= (__mmask16)(0xffff << (span.first - t));
     for (i64 g = 0; g < groups; g++) {
-      const __m512 s = _mm512_mul_ps(scores_of_16(q + g * kv.head_dim, k, stride, kv.head_dim), _mm512_set1_ps(scale));
+      __m512 s = _mm512_mul_ps(scores_of_16(q + g * kv.head_dim, k, stride, kv.head_dim), _mm512_set1_ps(scale));
+      if (cap > 0) s = soft_cap(s, cap);
       _mm512_storeu_ps(p + g * ldp + t - origin, _mm512_mask_blend_ps(live, _mm512_set1_ps(-INFINITY), s));
     }
   }
@@ -135,16 +136,28 @@ inline float row_rms(const bf16* x, i64 n, float eps) {
   return 1.0f / sqrtf(_mm512_reduce_add_ps(sum) / n + eps);
 }
 
-inline void scale_row(const bf16* x, i64 n, float factor, const bf16* weight, bf16* out) {
+// weight is bf16 or float.
+template <class W>
+inline void scale_row(const bf16* x, i64 n, float factor, const W* weight, bf16* out) {
   const __m512 f = _mm512_set1_ps(factor);
   for (i64 i = 0; i < n; i += 16) {
     const __mmask16 m = tail_mask(n - i);
-    store_bf16_masked(out + i, _mm512_mul_ps(_mm512_mul_ps(load_bf16_masked(x + i, m), f), load_bf16_masked(weight + i, m)), m);
+    store_bf16_masked(out + i, _mm512_mul_ps(_mm512_mul_ps(load_bf16_masked(x + i, m), f), load_masked(weight + i, m)), m);
   }
 }
 
-// Rotate one head: (a, b) -> (a cos - b sin, b cos + a sin), halves head_dim / 2 apart.
-inline void rotate(const bf16* x, const float* cosine, const float* sine, i64 half, bf16* out) {
+// A row's RMS norm, from x to out; they may be the same.
+inline void norm_row(const bf16* x, i64 n, float eps, const void* weight, int wide, bf16* out) {
+  const float factor = row_rms(x, n, eps);
+  if (wide)
+    scale_row(x, n, factor, (const float*)weight, out);
+  else
+    scale_row(x, n, factor, (const bf16*)weight, out);
+}
+
+// Rotate one head: (a, b) -> (a cos - b sin, b cos + a sin), `half` dims apart; those after 2 half are copied.
+inline void rotate(const bf16* x, const float* cosine, const float* sine, i64 half, i64 head_dim, bf16* out) {
+  if (out != x) memcpy(out + 2 * half, x + 2 * half, (head_dim - 2 * half) * sizeof(bf16));
   for (i64 i = 0; i < half; i += 16) {
     const __mmask16 m = tail_mask(half - i);
     const __m512 a = load_bf16_masked(x + i, m), b = load_bf16_masked(x + half + i, m);
@@ -159,11 +172,12 @@ inline void rotate(const bf16* x, const float* cosine, const float* sine, i64 ha
 extern "C" {
 
 // Causal attention of every row over the pages of its sequence, positions max(0, pos - window + 1) .. pos.
-// q [rows][kv_heads * groups][head_dim] at row stride ldq; window 0 is no window.
+// q [rows][kv_heads * groups][head_dim] at row stride ldq; window 0 is no window, softcap 0 no soft cap of scores.
 //
 // With AMX, blocks of rows of one sequence; without, or for other head sizes, row by row.
 void lp_attention(void* pool, const bf16* q, i64 ldq, bf16* out, i64 ldo, const KvView* kv, i64 q_heads,
-                  const int32_t* row_seq, const int32_t* row_pos, i64 rows, i64 window, float scale, int has_amx) {
+                  const int32_t* row_seq, const int32_t* row_pos, i64 rows, i64 window, float scale, float softcap,
+                  int has_amx) {
   const i64 groups = q_heads / kv->kv_heads;
   i64 work = 0;
   for (i64 r = 0; r < rows; r++) work += (row_pos[r] + 1) * q_heads * kv->head_dim;
@@ -187,7 +201,7 @@ void lp_attention(void* pool, const bf16* q, i64 ldq, bf16* out, i64 ldo, const 
                                 kv->value_offset};
         const i64 first = head * groups * kv->head_dim;
         amx::attend_block(q + row * ldq + first, ldq, out + row * ldo + first, ldo, keys, starts[block + 1] - row, groups,
-                          row_pos[row], window, scale, scratch);
+                          row_pos[row], window, scale, softcap, scratch);
       }
       _tile_release();
     });
@@ -200,22 +214,22 @@ void lp_attention(void* pool, const bf16* q, i64 ldq, bf16* out, i64 ldo, const 
       const i64 row = item / kv->kv_heads, head = item % kv->kv_heads, pos = row_pos[row];
       const Span span = {kv->page_table + row_seq[row] * kv->table_stride, window && pos >= window ? pos - window + 1 : 0, pos};
       const i64 first = head * groups * kv->head_dim;
-      attend(q + row * ldq + first, out + row * ldo + first, *kv, span, head, groups, scale, scratch);
+      attend(q + row * ldq + first, out + row * ldo + first, *kv, span, head, groups, scale, softcap, scratch);
     }
   });
 }
 
 // ------------------------------------------------------------------------------------------------ fused glue
-// residual += delta (unless delta is null); out = residual / rms(residual) * weight.
-void lp_add_rms_norm(void* pool, bf16* residual, const bf16* delta, const bf16* weight, bf16* out, i64 rows, i64 n,
-                     float eps) {
+// residual += delta (unless delta is null); out = residual / rms(residual) * weight. Weights are bf16, or float if wide.
+void lp_add_rms_norm(void* pool, bf16* residual, const bf16* delta, const void* weight, int wide, bf16* out, i64 rows,
+                     i64 n, float eps) {
   const auto row = [&](i64 r) {
     bf16* x = residual + r * n;
     for (i64 i = 0; delta && i < n; i += 16) {
       const __mmask16 m = tail_mask(n - i);
       store_bf16_masked(x + i, _mm512_add_ps(load_bf16_masked(x + i, m), load_bf16_masked(delta + r * n + i, m)), m);
     }
-    scale_row(x, n, row_rms(x, n, eps), weight, out + r * n);
+    norm_row(x, n, eps, weight, wide, out + r * n);
   };
   lp::parallel_for((lp::Pool*)pool, rows, 8, rows * n, [&](i64 begin, i64 end) {
     for (i64 r = begin; r < end; r++) row(r);
@@ -223,11 +237,11 @@ void lp_add_rms_norm(void* pool, bf16* residual, const bf16* delta, const bf16* 
 }
 
 // qkv [rows][(q_heads + 2 kv_heads) head_dim]: optional per-head norm of q and k, rotation, q in place, k and v to pages.
-// cosine, sine [positions][head_dim / 2].
+// cosine, sine [positions][half]; norms are bf16, or float if wide.
 void lp_rope_and_store(void* pool, bf16* qkv, i64 ldqkv, const KvView* kv, i64 q_heads, const float* cosine,
-                       const float* sine, const bf16* q_norm, const bf16* k_norm, float eps, const int32_t* row_seq,
-                       const int32_t* row_pos, i64 rows) {
-  const i64 hd = kv->head_dim, half = hd / 2;
+                       const float* sine, i64 half, const void* q_norm, const void* k_norm, int wide, float eps,
+                       const int32_t* row_seq, const int32_t* row_pos, i64 rows) {
+  const i64 hd = kv->head_dim;
   const auto store_row = [&](i64 r) {
     const i64 pos = row_pos[r];
     const float *c = cosine + pos * half, *s = sine + pos * half;
@@ -236,9 +250,9 @@ void lp_rope_and_store(void* pool, bf16* qkv, i64 ldqkv, const KvView* kv, i64 q
     bf16* keys = kv->pages + page * kv->page_stride + (pos % kv->page_tokens) * kv->kv_heads * hd;
     for (i64 h = 0; h < q_heads + kv->kv_heads; h++) {
       bf16* x = row + h * hd;
-      const bf16* norm = h < q_heads ? q_norm : k_norm;
-      if (norm) scale_row(x, hd, row_rms(x, hd, eps), norm, x);
-      rotate(x, c, s, half, h < q_heads ? x : keys + (h - q_heads) * hd);
+      const void* norm = h < q_heads ? q_norm : k_norm;
+      if (norm) norm_row(x, hd, eps, norm, wide, x);
+      rotate(x, c, s, half, hd, h < q_heads ? x : keys + (h - q_heads) * hd);
     }
     memcpy(keys + kv->value_offset, row + (q_heads + kv->kv_heads) * hd, kv->kv_heads * hd * sizeof(bf16));
   };
@@ -258,6 +272,23 @@ void lp_silu_and_mul(void* pool, const bf16* gate_up, bf16* out, i64 rows, i64 n
       const __m512 e = exp_nonpositive(_mm512_mask_sub_ps(g, (__mmask16)~negative, _mm512_setzero_ps(), g));  // exp(-|g|)
       const __m512 numerator = _mm512_mask_blend_ps(negative, g, _mm512_mul_ps(g, e));
       store_bf16_masked(out + r * n + i, _mm512_mul_ps(_mm512_div_ps(numerator, _mm512_add_ps(one, e)), u), m);
+    }
+  };
+  lp::parallel_for((lp::Pool*)pool, rows, 2, 4 * rows * n, [&](i64 begin, i64 end) {
+    for (i64 r = begin; r < end; r++) row(r);
+  });
+}
+
+// out[r][i] = gelu(gate_up[r][i]) * gate_up[r][n + i]; 1 + tanh(u) is 2 sigmoid(2 u).
+void lp_gelu_and_mul(void* pool, const bf16* gate_up, bf16* out, i64 rows, i64 n) {
+  const __m512 linear = _mm512_set1_ps(1.5957691216057308f);  // 2 sqrt(2 / pi)
+  const __m512 cubic = _mm512_set1_ps(1.5957691216057308f * 0.044715f);
+  const auto row = [&](i64 r) {
+    for (i64 i = 0; i < n; i += 16) {
+      const __mmask16 m = tail_mask(n - i);
+      const __m512 g = load_bf16_masked(gate_up + r * 2 * n + i, m), u = load_bf16_masked(gate_up + r * 2 * n + n + i, m);
+      const __m512 inner = _mm512_mul_ps(g, _mm512_fmadd_ps(cubic, _mm512_mul_ps(g, g), linear));
+      store_bf16_masked(out + r * n + i, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(inner)), u), m);
     }
   };
   lp::parallel_for((lp::Pool*)pool, rows, 2, 4 * rows * n, [&](i64 begin, i64 end) {

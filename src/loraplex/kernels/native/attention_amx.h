@@ -161,8 +161,8 @@ inline void value_tile(const bf16* weights, const bf16* values, i64 head_dim, i6
 
 // One query's softmax over keys [first, first + 128) of which it sees [from, to]. Scales what it has summed so far, writes
 // the weights of this block.
-inline void soften(const float* scores, i64 first, i64 from, i64 to, float scale, bf16* weights, float* out, i64 head_dim,
-                   float* top, float* sum) {
+inline void soften(const float* scores, i64 first, i64 from, i64 to, float scale, float cap, bf16* weights, float* out,
+                   i64 head_dim, float* top, float* sum) {
   if (from > to) {
     for (i64 i = 0; i < kKeys; i += 32) _mm512_storeu_si512(weights + i, _mm512_setzero_si512());
     return;
@@ -174,6 +174,7 @@ inline void soften(const float* scores, i64 first, i64 from, i64 to, float scale
     if (from > t) seen &= from - t < 16 ? (__mmask16)(0xffff << (from - t)) : (__mmask16)0;
     s[i] = _mm512_set1_ps(-INFINITY);
     if (seen) s[i] = _mm512_mask_mul_ps(s[i], seen, _mm512_loadu_ps(scores + i * 16), _mm512_set1_ps(scale));
+    if (seen && cap > 0) s[i] = _mm512_mask_blend_ps(seen, s[i], soft_cap(s[i], cap));
     high = _mm512_max_ps(high, s[i]);
   }
   const float new_top = _mm512_reduce_max_ps(high);
@@ -193,7 +194,7 @@ inline void soften(const float* scores, i64 first, i64 from, i64 to, float scale
 
 // Rows [0, rows) of one sequence, consecutive positions from `position` on, for the heads of one KV head.
 inline void attend_block(const bf16* q, i64 ldq, bf16* out, i64 ldo, const Keys& keys, i64 rows, i64 groups, i64 position,
-                         i64 window, float scale, Scratch& s) {
+                         i64 window, float scale, float cap, Scratch& s) {
   const i64 head_dim = keys.head_dim, num = rows * groups, last = position + rows - 1;
   s.reserve(num, head_dim);
   for (i64 i = 0; i < num; i++) {
@@ -213,7 +214,7 @@ inline void attend_block(const bf16* q, i64 ldq, bf16* out, i64 ldo, const Keys&
       for (i64 i = 0; i < count; i++) {
         const i64 pos = position + (tile + i) / groups, from = first_of(pos);
         soften(s.scores.data() + i * kKeys, first, from > first ? from : first,
-               pos < first + kKeys - 1 ? pos : first + kKeys - 1, scale, s.weights.data() + i * kKeys,
+               pos < first + kKeys - 1 ? pos : first + kKeys - 1, scale, cap, s.weights.data() + i * kKeys,
                s.out.data() + (tile + i) * head_dim, head_dim, &s.top[tile + i], &s.sum[tile + i]);
       }
       value_tile(s.weights.data(), s.values.data(), head_dim, num_keys, s.out.data() + tile * head_dim);

@@ -47,6 +47,25 @@ inline __m512 exp_nonpositive(__m512 x) {
   return _mm512_maskz_scalef_ps(live, p, n);
 }
 
+inline __m512 load_masked(const bf16* p, __mmask16 m) { return load_bf16_masked(p, m); }
+inline __m512 load_masked(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
+
+// 1 / (1 + exp(-x)); NaN stays NaN.
+inline __m512 sigmoid(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  const __m512 e = exp_nonpositive(_mm512_mask_sub_ps(x, (__mmask16)~negative, _mm512_setzero_ps(), x));  // exp(-|x|)
+  return _mm512_div_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_add_ps(one, e));
+}
+
+// cap * tanh(x / cap), off by at most about 2e-7 cap; NaN stays NaN.
+inline __m512 soft_cap(__m512 x, float cap) {
+  const __m512 one = _mm512_set1_ps(1.0f), sign = _mm512_set1_ps(-0.0f);
+  const __m512 e = exp_nonpositive(_mm512_mul_ps(_mm512_or_ps(x, sign), _mm512_set1_ps(2.0f / cap)));  // exp(-2|x|/cap)
+  const __m512 t = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+  return _mm512_mul_ps(_mm512_or_ps(t, _mm512_and_ps(x, sign)), _mm512_set1_ps(cap));
+}
+
 #if defined(__AMX_BF16__)
 // What _tile_loadconfig reads: rows and bytes a row of each tile.
 struct TileConfig {

@@ -1,0 +1,46 @@
+"""Adapters of steps of many rows on CUDA: their tables, sent again only when the mix or its rows change."""
+
+import torch
+from torch import Tensor
+
+from loraplex.kernels import LoraBatch, LoraSite
+from loraplex.kernels.gpu import PREFILL_ROWS, BoundPrefill, RowBlocks, count_blocks, plan_blocks, prefill_room
+
+_LEAST_BLOCKS, _LEAST_ENTRIES = 64, 64  # that tables are made for
+
+
+class PrefillAdapters:
+    """Tables as large as steps have needed so far. `linears`: sites of the fused linears of a layer."""
+
+    def __init__(self, pages: Tensor, linears: list[tuple[LoraSite, ...]], num_sites: int, align: int) -> None:
+        self._pages = pages
+        self._linears = linears
+        self._num_sites = num_sites
+        self._align = align
+        self._grow(_LEAST_BLOCKS, _LEAST_ENTRIES)
+
+    def _grow(self, blocks: int, entries: int) -> None:
+        sizes = self._num_sites, _power_of_2(blocks), _power_of_2(entries)
+        pinned = self._pages.is_cuda
+        self._host = RowBlocks.empty(*sizes, pin_memory=pinned, align=self._align)
+        self._tables = RowBlocks.empty(*sizes, self._pages.device, align=self._align)
+        self._sent: tuple[object, ...] | None = None
+
+    def bind(self, batch: LoraBatch, adapters: object) -> BoundPrefill:
+        """Bring the tables of a step to the device. `adapters` stands for the batch's chunks and offsets."""
+        counts = count_blocks(batch, PREFILL_ROWS)
+        if not self._tables.holds(counts.blocks, counts.entries):
+            self._grow(counts.blocks, counts.entries)
+        mix = (adapters, batch.seg_start.tolist(), batch.seg_slot.tolist())
+        if mix != self._sent:
+            plan_blocks(batch, PREFILL_ROWS, self._host)
+            self._tables.copy_(self._host, counts.entries)
+            self._sent = mix
+        part_size, v_size = prefill_room(self._linears, counts, PREFILL_ROWS)
+        part = torch.empty(part_size, dtype=torch.float32, device=self._pages.device)
+        v = torch.empty(v_size, dtype=self._pages.dtype, device=self._pages.device)
+        return BoundPrefill(self._pages, self._tables, counts, part, v)
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
