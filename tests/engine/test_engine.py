@@ -419,3 +419,33 @@ def test_idle_engine_steps_without_work(tiny_base: MakeBase) -> None:
     assert isinstance(harness.engine, Engine)
     harness.step()
     assert harness.engine.stats().num_steps == 0
+
+
+def test_adapter_whose_load_was_interrupted_is_loaded_before_it_runs(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base("llama")
+    harness = Harness(base)
+    refs = [harness.load(f"a{i}", tiny_adapter(base, seed=i)) for i in range(2)]
+    prompt = random_prompt(6)
+    wanted = [Harness(base), Harness(base)]
+    alone = [
+        other.answer(prompt, GREEDY, other.load("a", tiny_adapter(base, seed=i))).tokens
+        for i, other in enumerate(wanted)
+    ]
+    load, calls = harness.engine._runner.load, list[object]()
+
+    def interrupted(pages: list[int], image: torch.Tensor) -> None:
+        calls.append(pages)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        load(pages, image)
+
+    monkeypatch.setattr(harness.engine._runner, "load", interrupted)
+    ids = [harness.add(prompt, GREEDY, ref) for ref in refs]
+    with pytest.raises(KeyboardInterrupt):
+        harness.step()
+    for request_id in ids:
+        harness.engine.abort(RequestId(request_id))
+    assert [harness.answer(prompt, GREEDY, ref).tokens for ref in refs] == alone
+    assert len(calls) == 3, "only what was not filled is loaded again"

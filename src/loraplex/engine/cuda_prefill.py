@@ -1,5 +1,6 @@
 """Adapters of steps of many rows on CUDA: their tables, sent again only when the mix or its rows change."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +40,9 @@ class PrefillAdapters:
         part_size, v_size = prefill_room(self._linears, counts, PREFILL_ROWS)
         part = torch.empty(part_size, dtype=torch.float32, device=self._pages.device)
         v = torch.empty(v_size, dtype=self._pages.dtype, device=self._pages.device)
-        return BoundPrefill(self._pages, self._tables, counts, part, v)
+        chunks = np.diff(batch.chunk_start.numpy(), axis=1)
+        sites = frozenset(np.flatnonzero(chunks.sum(axis=0)).tolist())
+        return BoundPrefill(self._pages, self._tables, counts, part, v, PREFILL_ROWS, sites)
 
 
 def _power_of_2(size: int) -> int:

@@ -18,9 +18,17 @@ from loraplex.engine.batch import BatchBuilder, PageBuffer
 from loraplex.engine.cuda_buckets import program_buckets, row_buckets
 from loraplex.engine.cuda_prefill import PrefillAdapters
 from loraplex.engine.cuda_tables import StepTables
-from loraplex.engine.runner import Step, StepInFlight
+from loraplex.engine.runner import Step, StepDone, StepInFlight
 from loraplex.kernels import KvBatch, LoraBatch
-from loraplex.kernels.gpu import DECODE_ROWS, BoundLora, BoundPrefill, WorkItems, partial_sums, plan_items
+from loraplex.kernels.gpu import (
+    DECODE_ROWS,
+    BoundLora,
+    BoundPrefill,
+    WorkItems,
+    count_blocks,
+    partial_sums,
+    plan_items,
+)
 from loraplex.kernels.gpu.attention import PagedAttention
 from loraplex.kernels.gpu.decode_attention import DecodeAttention
 from loraplex.kernels.gpu.glue import resolve_tokens
@@ -35,12 +43,6 @@ _RESULTS = 3  # steps whose results may be unread at once, and one more
 _Progress = Callable[[int, int], None]
 
 
-@dataclass(slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    num_rows: int
-
-
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     """Results of a step on their way to the host."""
@@ -53,14 +55,6 @@ class _InFlight:
         self.event.synchronize()
         values = self.result.tolist()
         return [Sampled(max(values[i], 0), is_finite=values[i] >= 0) for i in self.places]
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    drawn: list[Sampled]
-
-    def wait(self) -> list[Sampled]:
-        return self.drawn
 
 
 class _Adapters:
@@ -120,7 +114,7 @@ class CudaRunner:
         self._num_steps = 0
         self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._drawn_at: dict[SequenceId, int] = {}
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _make_lora(self, decoder: Decoder) -> None:
         linears = [
@@ -193,7 +187,7 @@ class CudaRunner:
             scale=torch.zeros(1, num_sites),
         )
 
-    def _capture(self, rows: int, programs: int, pool: Any) -> _Graph:
+    def _capture(self, rows: int, programs: int, pool: Any) -> torch.cuda.CUDAGraph:
         self._tables.fill_empty(rows)
         self._tables.send(rows)
         self._decode_attention.plan(self._tables.kv_pages(rows))
@@ -203,7 +197,7 @@ class CudaRunner:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             self._run(batch, rows)
-        return _Graph(graph, rows)
+        return graph
 
     def _bound(self, adapters: _Adapters, part: Tensor, programs: int) -> LoraBatch:
         return self._batch(BoundLora(self._buffer.flat, adapters.items, part, adapters.block_rows, programs))
@@ -243,17 +237,13 @@ class CudaRunner:
         num_rows, num_seqs = plan.num_tokens, len(plan.chunks)
         lora = self._builder.lora(plan, step.packed) if plan.adapters else None
         if num_rows == num_seqs:
-            longest = self._decode_lora.send(lora, plan, num_rows) if lora is not None and self._fits(lora, plan) else 0
+            fits = lora is not None and count_blocks(lora, DECODE_ROWS).places <= MAX_ITEMS
+            longest = self._decode_lora.send(lora, plan, num_rows) if lora is not None and fits else 0
             if lora is None or longest:
                 self._replay(step, num_rows, longest)
                 return [i for i, chunk in enumerate(plan.chunks) if chunk.samples]
         self._run_eagerly(step, lora)
         return list(range(len(step.draws)))
-
-    def _fits(self, lora: LoraBatch, plan: StepPlan) -> bool:
-        """Whether the longest work list of a decoding step is short enough for the graphs."""
-        chunks = lora.chunk_start.diff(dim=1).amax(dim=1)
-        return int(chunks.max()) * len(plan.chunks) <= MAX_ITEMS
 
     def _replay(self, step: Step, num_rows: int, longest: int) -> None:
         buckets = row_buckets(self._max_seqs)
@@ -265,7 +255,7 @@ class CudaRunner:
         tables.send(rows)
         self._decode_attention.plan(tables.kv_pages(rows))
         self._sent.record()
-        self._graphs[rows, wanted].graph.replay()
+        self._graphs[rows, wanted].replay()
 
     def _run_eagerly(self, step: Step, lora: LoraBatch | None) -> None:
         plan, tables = step.plan, self._tables
@@ -288,10 +278,10 @@ class CudaRunner:
         }
         if step.observe is not None:
             step.observe(self._logits[places])
-        if any(needs_host(row.params) for row in draws):
+        if any(needs_host(row.params, len(row.token_ids) - row.prompt_len) for row in draws):
             drawn = sample(self._logits[places], draws, filter_weights)
             self._drawn[places] = torch.tensor([one.token_id for one in drawn], device=self._decoder.device)
-            return _Done(drawn)
+            return StepDone(drawn)
         random = [(place, row) for place, row in zip(places, draws, strict=True) if not row.params.greedy]
         if random:
             self._draw_at_random([place for place, _ in random], [row for _, row in random])

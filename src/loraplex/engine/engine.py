@@ -89,6 +89,7 @@ class Engine:
         self._outputs = OutputProcessor(base.tokenizer)
         self._packed: dict[AdapterDigest, PackedAdapter] = {}
         self._retired: set[AdapterDigest] = set()
+        self._unfilled: set[AdapterDigest] = set()  # resident, but their pages were not written yet
         self._adapters_lock = threading.Lock()  # over changes of the two above
         self._requests: dict[RequestId, RequestState] = {}
         self._owner: dict[SequenceId, RequestState] = {}
@@ -206,7 +207,7 @@ class Engine:
 
     def _may_overlap(self) -> bool:
         """Whether the next step can be drawn before this one's tokens are known."""
-        return not any(needs_host(seq.params) for seq in self.scheduler.running)
+        return not any(needs_host(seq.params, seq.num_output_tokens) for seq in self.scheduler.running)
 
     def _start(self, plan: StepPlan) -> _Started:
         load_s = self._load(plan)
@@ -233,10 +234,16 @@ class Engine:
         return self._commit(started.plan, dict(zip(started.drawing, started.in_flight.wait(), strict=True)))
 
     def _load(self, plan: StepPlan) -> float:
-        """Fill the pages of adapters that came in with this step; seconds it took."""
+        """Fill the pages of adapters that came in with this step; seconds it took.
+
+        What an exception kept from being filled counts as resident by then; it stays in `_unfilled` until it is.
+        """
         started = time.perf_counter()
-        for load in plan.loads:
-            self._runner.load(load.pages, self._packed[load.digest].image)
+        self._unfilled |= {load.digest for load in plan.loads}
+        for digest, pages in plan.adapters:
+            if digest in self._unfilled:
+                self._runner.load(pages, self._packed[digest].image)
+                self._unfilled.discard(digest)
         return time.perf_counter() - started if plan.loads else 0.0
 
     def _identify(self, plan: StepPlan, load_s: float) -> None:

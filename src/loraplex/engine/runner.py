@@ -55,7 +55,9 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class StepDone:
+    """A step whose draws are known."""
+
     drawn: list[Sampled]
 
     def wait(self) -> list[Sampled]:
@@ -80,7 +82,7 @@ class EagerRunner:
         logits = self._decoder.forward(_on_device(batch, self._decoder.device), step.on_layer)
         if step.observe is not None:
             step.observe(logits)
-        return _Done(sample(logits, step.draws))
+        return StepDone(sample(logits, step.draws))
 
 
 def _on_device(batch: DeviceBatch, device: torch.device) -> DeviceBatch:

@@ -187,15 +187,15 @@ def _block_sums(weights: Tensor) -> Tensor:
     return weights.view(weights.shape[0], -1, _BLOCK).sum(-1).double().cumsum(-1)
 
 
-def needs_host(params: SamplingParams) -> bool:
-    """Whether a draw needs what only the host has: the tokens so far, or words of its own for each token."""
+def needs_host(params: SamplingParams, num_output: int) -> bool:
+    """Whether the draw after `num_output` tokens needs the host: the tokens so far, or words of its own for each."""
     return (
         params.logprobs is not None
         or bool(params.logit_bias)
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
-        or params.min_tokens > 0
+        or num_output + 1 < params.min_tokens  # end tokens are forbidden
     )
 
 

@@ -23,6 +23,7 @@ from loraplex.core import (
     Overloaded,
     ServerError,
 )
+from loraplex.core import registry_errors as registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class ErrorKind:
 INVALID = ErrorKind(400, "invalid_request_error")
 INTERNAL = ErrorKind(500, "server_error")
 UNAVAILABLE = ErrorKind(503, "service_unavailable_error")
+NOT_FOUND = ErrorKind(404, "NotFoundError")
+CONFLICT = ErrorKind(409, "conflict_error")
 
 ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
     {
@@ -43,7 +46,7 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         ClientError: INVALID,
         InvalidRequest: INVALID,
         ContextTooLong: INVALID,
-        ModelNotFound: ErrorKind(404, "NotFoundError"),
+        ModelNotFound: NOT_FOUND,
         AdapterRefused: INVALID,
         BaseRefused: INTERNAL,
         ConfigError: INTERNAL,
@@ -51,6 +54,17 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         Overloaded: UNAVAILABLE,
         EngineDead: UNAVAILABLE,
         NonFiniteOutput: INTERNAL,
+        **dict.fromkeys((registry.ArtifactCorrupt, registry.ArtifactMissing, registry.ValidatorFailed), INTERNAL),
+        **dict.fromkeys((registry.RegistryUnavailable, registry.StoreUnavailable), UNAVAILABLE),
+        **dict.fromkeys((registry.StoreReadOnly, registry.AuditUnavailable), UNAVAILABLE),
+        registry.StoreFull: ErrorKind(507, "server_error"),
+        registry.Unauthenticated: ErrorKind(401, "authentication_error"),
+        registry.PermissionDenied: ErrorKind(403, "permission_error"),
+        **dict.fromkeys((registry.TenantNotFound, registry.KeyNotFound, registry.AdapterDeleted), NOT_FOUND),
+        **dict.fromkeys((registry.TenantExists, registry.VersionStateError, registry.WrongBase), CONFLICT),
+        **dict.fromkeys((registry.AdapterNotVerified, registry.AdapterNotActive), CONFLICT),
+        registry.VersionConflict: ErrorKind(412, "conflict_error"),
+        registry.RegistryLimitReached: ErrorKind(429, "rate_limit_error"),
     }
 )
 

@@ -36,7 +36,7 @@ class KvPages:
 
 
 class Attention(Protocol):
-    """One step's attention, planned (`attention.StepAttention`)."""
+    """One step's attention, planned (`attention.PagedAttention`, `decode_attention.DecodeAttention`)."""
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, out: Tensor) -> None: ...
 
@@ -107,7 +107,7 @@ class CudaOps:
     def _delta_of(self, x: Tensor, linear: Linear, out: Tensor, bound: BoundLora | BoundPrefill) -> LoraDelta | None:
         """What adapters add to `linear`'s output, or v for the next operation to expand."""
         if isinstance(bound, BoundPrefill):
-            return prefill.shrink(x, linear.sites, bound) if bound.counts.places else None
+            return prefill.shrink(x, linear.sites, bound) if bound.adapts(linear.sites) else None
         assert self._delta is not None, "reserve comes first"
         values = self._delta[: out.numel()].view(out.shape)
         if bound.num_programs <= _FEW_PROGRAMS and linear.weight.nbytes >= _LONG_PRODUCT_BYTES:

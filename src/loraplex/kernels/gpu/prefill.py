@@ -63,6 +63,11 @@ class BoundPrefill:
     part: Tensor  # float32, see `room`
     v: Tensor  # of the dtype of `pages`
     block_rows: int = PREFILL_ROWS  # that the blocks were planned with
+    adapted: frozenset[int] | None = None  # sites that any of the adapters has; None is all
+
+    def adapts(self, sites: tuple[LoraSite, ...]) -> bool:
+        """Whether any row's adapter has one of the sites."""
+        return self.counts.places > 0 and (self.adapted is None or any(site.index in self.adapted for site in sites))
 
 
 def room(linears: Iterable[tuple[LoraSite, ...]], counts: BlockCounts, block_rows: int) -> tuple[int, int]:

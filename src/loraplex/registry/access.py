@@ -1,0 +1,48 @@
+"""Who may do what: roles, and which tenants a caller can see."""
+
+from sqlalchemy import Connection, select
+
+from loraplex.core import InvalidRequest
+from loraplex.core.registry_errors import PermissionDenied, TenantNotFound
+from loraplex.registry.repository import Owner
+from loraplex.registry.schema import tenants
+from loraplex.registry.types import KeyId, Principal, Role, TenantId, TenantInfo
+
+LOCAL_KEY_ID = KeyId("local")
+LOCAL_OPERATOR = Principal(TenantId(""), "", Role.OPERATOR, LOCAL_KEY_ID)
+"""Whoever runs a command on the data directory. It has no tenant and can call no model."""
+
+
+def require_role(principal: Principal, role: Role) -> None:
+    """Raise PermissionDenied unless the caller's role covers another. Looks at nothing but the role."""
+    if not principal.role.covers(role):
+        raise PermissionDenied(f"This needs the role {role.value}; the key has the role {principal.role.value}.")
+
+
+def find_tenant(connection: Connection, principal: Principal, name: str) -> TenantInfo:
+    """A tenant that the caller may manage: any for an operator, its own for others. Raises TenantNotFound.
+
+    A tenant that exists and one that does not give the same answer to those who may not see it.
+    """
+    if principal.role is not Role.OPERATOR and name != principal.tenant:
+        raise TenantNotFound(name)
+    found = tenant_by_name(connection, name)
+    if found is None or (principal.role is not Role.OPERATOR and found.tenant_id != principal.tenant_id):
+        raise TenantNotFound(name)
+    return found
+
+
+def find_owner(connection: Connection, principal: Principal, name: str, *, enabled: bool = True) -> Owner:
+    """`find_tenant` for statements about the tenant's adapters; with `enabled` it must not be switched off."""
+    tenant = find_tenant(connection, principal, name)
+    if enabled and tenant.disabled_at is not None:
+        raise InvalidRequest(f"The tenant {name!r} is disabled.", "tenant")
+    return Owner(tenant.tenant_id, tenant.name)
+
+
+def tenant_by_name(connection: Connection, name: str) -> TenantInfo | None:
+    """A tenant, whoever asks."""
+    row = connection.execute(select(tenants).where(tenants.c.name == name)).one_or_none()
+    if row is None:
+        return None
+    return TenantInfo(TenantId(row.tenant_id), row.name, row.created_at, row.disabled_at)

@@ -1,0 +1,27 @@
+"""How much one tenant may keep in the registry."""
+
+from dataclasses import dataclass
+
+from loraplex.core import ConfigError, InvalidRequest
+
+MAX_PAGE = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLimits:
+    """Numbers for each tenant; past one, RegistryLimitReached. Raises ConfigError if a limit cannot work."""
+
+    max_keys: int = 1_000  # that are neither revoked nor expired
+    max_adapters: int = 10_000  # names, deleted ones included
+    max_versions: int = 10_000  # of one name, refused and deleted ones included
+
+    def __post_init__(self) -> None:
+        for name in ("max_keys", "max_adapters", "max_versions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+
+def check_page(limit: int) -> None:
+    """Raise InvalidRequest unless a page may have this many entries."""
+    if not 1 <= limit <= MAX_PAGE:
+        raise InvalidRequest(f"limit must be between 1 and {MAX_PAGE}, got {limit}.", "limit")

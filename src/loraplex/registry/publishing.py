@@ -1,0 +1,248 @@
+"""Publishing: from a directory to an immutable version, or to a recorded refusal.
+
+Order: read, stage durably, check in a child process, move both files to their hashes, then one transaction that inserts
+the version and its audit entry. A crash before the commit leaves files that the sweep removes, and nothing else.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sqlalchemy import Connection, or_, select
+
+from loraplex.adapters import AdapterLimits, Artifact, read_artifact
+from loraplex.core import AdapterRefused, BaseDescription, BaseFingerprint, InvalidRequest, RefusalReason
+from loraplex.core.registry_errors import RegistryLimitReached, StoreUnavailable
+from loraplex.registry.access import LOCAL_KEY_ID, find_owner, require_role
+from loraplex.registry.blobs import BlobStore, StagedBlob, is_blob_key
+from loraplex.registry.changes import Change, Store
+from loraplex.registry.lifecycle import VersionEvent, advance
+from loraplex.registry.limits import RegistryLimits
+from loraplex.registry.names import check_adapter_name
+from loraplex.registry.repository import (
+    AdapterRow,
+    NewVersion,
+    Owner,
+    count_adapters,
+    find_adapter,
+    insert_adapter,
+    insert_version,
+    set_deleted,
+)
+from loraplex.registry.schema import versions
+from loraplex.registry.tenants import new_id
+from loraplex.registry.types import AdapterFacts, ArtifactRef, BlobKey, Principal, Role, VersionInfo, VersionState
+
+Validator = Callable[[StagedBlob, StagedBlob, BaseDescription], AdapterFacts]
+"""Checks staged config and weights against a base. Raises AdapterRefused."""
+
+SWEEP_AFTER_S = 3600.0
+_SWEEP_BATCH = 100
+_MAX_TRIES = 3
+
+
+class _BlobSwept(Exception):
+    """A sweep took a file between its publication and the commit."""
+
+
+class Publisher:
+    """Makes versions. Every method may be called from any thread."""
+
+    __slots__ = ("_adapter_limits", "_blobs", "_limits", "_store", "_validate")
+
+    def __init__(
+        self,
+        store: Store,
+        blobs: BlobStore,
+        limits: RegistryLimits,
+        adapter_limits: AdapterLimits,
+        validate: Validator,
+    ) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._limits = limits
+        self._adapter_limits = adapter_limits
+        self._validate = validate
+
+    def publish(
+        self,
+        principal: Principal,
+        tenant: str,
+        name: str,
+        directory: Path,
+        base: BaseDescription,
+        *,
+        base_fingerprint: str | None = None,
+        base_unverified: bool = False,
+    ) -> VersionInfo:
+        """See Registry.publish."""
+        require_role(principal, Role.TENANT_ADMIN)
+        with self._store.read() as connection:
+            owner = find_owner(connection, principal, tenant)
+        check_adapter_name(name, owner.name, base.name)
+        _check_claim(base_fingerprint, base_unverified)
+        verified = base_fingerprint is not None
+        new = _new_version(principal, base, verified)
+        try:
+            _check_base(base_fingerprint, base)
+            artifact = read_artifact(directory, self._adapter_limits)
+            facts, stored = self._store_checked(artifact, base)
+            new = _new_version(principal, base, verified, facts, stored)
+            return self._insert(principal, tenant, name, new, artifact)
+        except AdapterRefused as refused:
+            new = _new_version(principal, base, verified, refusal=refused)
+            self._insert(principal, tenant, name, new, None)
+            raise
+
+    def sweep(self, older_than_s: float = SWEEP_AFTER_S) -> int:
+        """Remove stored and temporary files that no version needs and that are older; returns how many."""
+        before = self._store.now() - older_than_s
+        count = self._blobs.sweep_staging(before)
+        old = [blob.key for blob in self._blobs.list() if blob.modified_at < before]
+        for start in range(0, len(old), _SWEEP_BATCH):
+            batch = old[start : start + _SWEEP_BATCH]
+            with self._store.read() as connection:
+                candidates = _unreferenced(connection, batch)
+            if candidates:
+                count += self._delete(candidates, before)
+        return count
+
+    def _delete(self, candidates: list[BlobKey], before: float) -> int:
+        """Delete what is still old and unreferenced while no version can be inserted."""
+        with self._store.change() as change:
+            gone = [key for key in _unreferenced(change.connection, candidates) if self._is_older(key, before)]
+            for key in gone:
+                self._blobs.delete(key)
+            change.record(None, LOCAL_KEY_ID, "artifacts.sweep", files=[*gone])
+            return len(gone)
+
+    def _is_older(self, key: BlobKey, before: float) -> bool:
+        modified_at = self._blobs.modified_at(key)
+        return modified_at is not None and modified_at < before
+
+    def _store_checked(self, artifact: Artifact, base: BaseDescription) -> tuple[AdapterFacts, ArtifactRef]:
+        """Stage both files, have them checked, publish them."""
+        with self._staged(artifact) as (config, weights):
+            facts = self._validate(config, weights, base)
+            self._blobs.publish(config)
+            self._blobs.publish(weights)
+            return facts, ArtifactRef(config.ref, weights.ref)
+
+    @contextlib.contextmanager
+    def _staged(self, artifact: Artifact) -> Iterator[tuple[StagedBlob, StagedBlob]]:
+        with contextlib.ExitStack() as stack:
+            config = self._blobs.stage(artifact.config)
+            stack.callback(self._blobs.discard, config)
+            weights = self._blobs.stage(artifact.weights)
+            stack.callback(self._blobs.discard, weights)
+            yield config, weights
+
+    def _insert(
+        self, principal: Principal, tenant: str, name: str, new: NewVersion, artifact: Artifact | None
+    ) -> VersionInfo:
+        for _ in range(_MAX_TRIES):
+            try:
+                with self._store.change() as change:
+                    return self._insert_in(change, principal, tenant, name, new)
+            except _BlobSwept:
+                if artifact is not None:
+                    with self._staged(artifact) as staged:
+                        for blob in staged:
+                            self._blobs.publish(blob)
+        raise StoreUnavailable(f"The artifact of {tenant}/{name} vanished from the store {_MAX_TRIES} times.")
+
+    def _insert_in(self, change: Change, principal: Principal, tenant: str, name: str, new: NewVersion) -> VersionInfo:
+        owner = find_owner(change.connection, principal, tenant)
+        if new.artifact is not None and None in map(self._blobs.modified_at, _keys(new.artifact)):
+            raise _BlobSwept
+        adapter = self._adapter(change, owner, name, revive=new.refusal is None)
+        version = insert_version(change.connection, owner, adapter, new, change.at, principal.key_id)
+        change.record(
+            owner.tenant_id,
+            principal.key_id,
+            "version.refuse" if new.refusal is not None else "version.publish",
+            adapter=name,
+            version=version.number,
+            digest=new.facts.digest if new.facts is not None else None,
+            files=[*_keys(new.artifact)] if new.artifact is not None else None,
+            base=new.base_fingerprint,
+            base_verified=new.base_verified,
+            refusal=new.refusal,
+        )
+        return version
+
+    def _adapter(self, change: Change, owner: Owner, name: str, *, revive: bool) -> AdapterRow:
+        """The row of the name, made or taken out of its grave. Raises RegistryLimitReached."""
+        adapter = find_adapter(change.connection, owner, name)
+        if adapter is None:
+            count, limit = count_adapters(change.connection, owner), self._limits.max_adapters
+            if count >= limit:
+                message = f"The tenant {owner.name!r} has {count} adapters; the limit is {limit} (max_adapters)."
+                raise RegistryLimitReached(message)
+            return insert_adapter(change.connection, owner, new_id(), name, change.at)
+        if adapter.next_number > self._limits.max_versions:
+            message = f"The adapter {owner.name}/{name} has had {adapter.next_number - 1} versions; "
+            raise RegistryLimitReached(f"{message}the limit is {self._limits.max_versions} (max_versions).")
+        if adapter.deleted and revive:
+            set_deleted(change.connection, owner, adapter.adapter_id, None)
+        return adapter
+
+
+def _check_claim(base_fingerprint: str | None, base_unverified: bool) -> None:
+    """Raise InvalidRequest unless the caller says which base, or that it does not know."""
+    if base_fingerprint is None and not base_unverified:
+        raise InvalidRequest(
+            "The fingerprint of the base that the adapter was trained on is missing; give base_fingerprint, or "
+            "base_unverified to have its absence recorded.",
+            "base_fingerprint",
+        )
+    if base_fingerprint is not None and not is_blob_key(base_fingerprint):
+        message = f"base_fingerprint must have 64 lower-case hex digits, got {base_fingerprint!r:.80}."
+        raise InvalidRequest(message, "base_fingerprint")
+
+
+def _check_base(base_fingerprint: str | None, base: BaseDescription) -> None:
+    """Raise AdapterRefused (BASE_MISMATCH) if another base is named than the one that is served."""
+    if base_fingerprint is not None and base_fingerprint != base.fingerprint:
+        message = (
+            f"The adapter was trained on the base {base_fingerprint[:12]}..., "
+            f"but {base.name!r} has the fingerprint {base.fingerprint[:12]}...."
+        )
+        raise AdapterRefused(RefusalReason.BASE_MISMATCH, message, "base_fingerprint")
+
+
+def _new_version(
+    principal: Principal,
+    base: BaseDescription,
+    verified: bool,
+    facts: AdapterFacts | None = None,
+    stored: ArtifactRef | None = None,
+    refusal: AdapterRefused | None = None,
+) -> NewVersion:
+    event = VersionEvent.REFUSE if refusal is not None else VersionEvent.VALIDATE
+    return NewVersion(
+        state=advance(VersionState.RECEIVED, event, "new"),
+        base_fingerprint=BaseFingerprint(base.fingerprint),
+        base_verified=verified and refusal is None,
+        base_override_by=None if verified else principal.key_id,
+        facts=facts,
+        artifact=stored,
+        refusal=refusal.reason_code if refusal is not None else None,
+    )
+
+
+def _keys(artifact: ArtifactRef) -> tuple[BlobKey, BlobKey]:
+    return artifact.config.key, artifact.weights.key
+
+
+def _unreferenced(connection: Connection, keys: list[BlobKey]) -> list[BlobKey]:
+    """Which of these files no version needs; those of deleted versions are needed no more."""
+    columns = versions.c
+    query = (
+        select(columns.config_key, columns.weights_key)
+        .where(or_(columns.config_key.in_(keys), columns.weights_key.in_(keys)))
+        .where(columns.state != VersionState.DELETED.value)
+        .execution_options(cross_tenant="a stored file may belong to versions of several tenants")
+    )
+    used = {key for row in connection.execute(query) for key in row}
+    return [key for key in keys if key not in used]

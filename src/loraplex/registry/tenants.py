@@ -1,0 +1,76 @@
+"""Managing tenants: operators only."""
+
+import secrets
+
+from sqlalchemy import select, update
+
+from loraplex.core.registry_errors import TenantExists
+from loraplex.registry import schema
+from loraplex.registry.access import find_tenant, require_role, tenant_by_name
+from loraplex.registry.changes import Store
+from loraplex.registry.limits import check_page
+from loraplex.registry.names import check_tenant_name
+from loraplex.registry.types import Principal, Role, TenantId, TenantInfo
+
+
+class Tenants:
+    """Creates, disables, enables and lists tenants. All raise PermissionDenied for other roles than operator."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def create(self, principal: Principal, name: str) -> TenantInfo:
+        """A new tenant. Raises InvalidRequest (name), TenantExists."""
+        require_role(principal, Role.OPERATOR)
+        check_tenant_name(name)
+        with self._store.change() as change:
+            if tenant_by_name(change.connection, name) is not None:
+                raise TenantExists(f"The tenant {name!r} exists already; choose another name.")
+            tenant = TenantInfo(TenantId(new_id()), name, change.at, None)
+            change.connection.execute(
+                schema.tenants.insert().values(
+                    tenant_id=tenant.tenant_id, name=name, created_at=change.at, epoch=change.epoch
+                )
+            )
+            change.record(tenant.tenant_id, principal.key_id, "tenant.create", name=name)
+            return tenant
+
+    def disable(self, principal: Principal, name: str) -> TenantInfo:
+        """Switch a tenant off: its keys are refused and its adapters are gone for all. Raises TenantNotFound."""
+        return self._set_disabled(principal, name, disabled=True)
+
+    def enable(self, principal: Principal, name: str) -> TenantInfo:
+        """Switch a tenant on again. Raises TenantNotFound."""
+        return self._set_disabled(principal, name, disabled=False)
+
+    def list(self, principal: Principal, after: str = "", limit: int = 100) -> tuple[TenantInfo, ...]:
+        """Tenants in order of name, from the one behind `after`."""
+        require_role(principal, Role.OPERATOR)
+        check_page(limit)
+        table = schema.tenants
+        query = select(table).where(table.c.name > after).order_by(table.c.name).limit(limit)
+        with self._store.read() as connection:
+            return tuple(
+                TenantInfo(TenantId(row.tenant_id), row.name, row.created_at, row.disabled_at)
+                for row in connection.execute(query)
+            )
+
+    def _set_disabled(self, principal: Principal, name: str, *, disabled: bool) -> TenantInfo:
+        require_role(principal, Role.OPERATOR)
+        with self._store.change() as change:
+            tenant = find_tenant(change.connection, principal, name)
+            at = change.at if disabled else None
+            table = schema.tenants
+            statement = update(table).where(table.c.tenant_id == tenant.tenant_id).values(disabled_at=at)
+            change.connection.execute(statement)
+            action = "tenant.disable" if disabled else "tenant.enable"
+            change.record(tenant.tenant_id, principal.key_id, action, name=name)
+            return TenantInfo(tenant.tenant_id, name, tenant.created_at, at)
+
+
+def new_id() -> str:
+    """A random id of 26 characters; unguessable, and no client text."""
+    alphabet = "abcdefghijklmnopqrstuvwxyz234567"
+    return "".join(secrets.choice(alphabet) for _ in range(26))
