@@ -30,7 +30,7 @@ def test_settings_of_the_engine_and_of_vllm_are_told_apart() -> None:
             "max_logprobs": 5,
         },
     )
-    assert (read.config, read.enable_lora, read.seed) == (EngineConfig(max_model_len=50), True, 7)
+    assert (read.config, read.enable_lora, read.seed) == (EngineConfig(max_model_len=50, enforce_eager=True), True, 7)
 
 
 def test_defaults() -> None:
@@ -46,7 +46,7 @@ def test_defaults() -> None:
         ("tensor_parallel_size", True, "num_threads"),
         ("trust_remote_code", True, "never run"),
         ("quantization", "awq", "plain float"),
-        ("enforce_eager", "yes", "leave it out"),
+        ("enforce_eager", "yes", "true or false"),
         ("gpu_memory_utilization", 1.5, "at most 1"),
         ("max_cpu_loras", -1, "leave it out"),
         ("kv_cache_dtype", "fp8", "dtype"),

@@ -1,6 +1,7 @@
 """Bringing a base up, and the settings that cannot work."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from loraplex.core import BaseRefused, ConfigError, RefusalReason
 from loraplex.engine import EngineConfig, load_base
 from loraplex.engine.batch import PageBuffer
+from loraplex.engine.loading import _check_gpu_memory
 from loraplex.kernels import choose_ops
 from loraplex.model import read_config
 from loraplex.pool import KvShape, PoolGeometry
@@ -194,3 +196,14 @@ def test_number_of_threads_changes_no_bit(family: str, tiny_base: MakeBase) -> N
     prompt = random_prompt(40)
     one, two = (Harness(tiny_base(family), dtype="bfloat16", num_threads=n).answer(prompt) for n in (1, 2))
     assert torch.equal(torch.stack(one.logits), torch.stack(two.logits))
+
+
+@pytest.mark.parametrize(("free_gib", "fits"), [(4, False), (5, True)])
+def test_a_pool_that_does_not_fit_beside_the_base_on_a_gpu_is_refused(free_gib: int, fits: bool) -> None:
+    geometry = PoolGeometry(KvShape(1, 1, 64), 2**21, 4, 4, 2)  # 2 GiB
+    check = partial(_check_gpu_memory, geometry, "--kv-pages", free_gib * 2**30, 3 * 2**30)
+    if fits:
+        check()
+        return
+    with pytest.raises(ConfigError, match=r"2 GiB.*4 GiB free.*take 3 GiB. Lower --kv-pages"):
+        check()

@@ -25,6 +25,7 @@ _Memory = typer.Option(
     "--gpu-memory-utilization leaves beside the base."
 )
 _Share = typer.Option(help="Share of the GPU's memory to use for base, workspace and pool.")
+_Eager = typer.Option("--enforce-eager", help="No CUDA graphs: starts sooner, takes less memory, decodes slower.")
 _Device = typer.Option(help="auto, cpu, cuda or cuda:<number>; auto takes a GPU where there is one.")
 _Budget = typer.Option(help="Token budget of one step; default: 512 on the CPU, 2048 on a GPU.", min=1)
 _MaxLen = typer.Option(
@@ -51,6 +52,7 @@ def serve(
     memory: Annotated[str | None, _Memory] = None,
     device: Annotated[str, _Device] = "auto",
     gpu_memory_utilization: Annotated[float, _Share] = 0.9,
+    enforce_eager: Annotated[bool, _Eager] = False,
     max_model_len: Annotated[int | None, _MaxLen] = None,
     max_num_seqs: Annotated[int | None, _MaxSeqs] = None,
     max_num_batched_tokens: Annotated[int | None, _Budget] = None,
@@ -75,6 +77,7 @@ def serve(
         kv_pages=kv_pages,
         memory_bytes=None if memory is None else parse_size(memory, "--memory"),
         gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
         max_waiting=max_waiting,
     )
     modules = [parse_lora_module(text) for text in lora_modules or ()]

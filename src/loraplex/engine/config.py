@@ -27,7 +27,7 @@ class EngineConfig:
 
     The pool is `kv_pages` pages, or as many as `memory_bytes` hold; on a GPU without either, what base and workspace
     leave of `gpu_memory_utilization` of its memory. `max_loras` bounds distinct adapters in a step and `max_lora_rank`
-    is a limit: neither reserves memory.
+    is a limit: neither reserves memory. `enforce_eager`: no CUDA graphs.
     """
 
     dtype: str = "auto"
@@ -42,12 +42,16 @@ class EngineConfig:
     memory_bytes: int | None = None
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     max_waiting: int = 1024
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not supported; choose one of {', '.join(DTYPES)} (--dtype).")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device {self.device!r:.80} is not supported; choose one of {DEVICES} (--device).")
+        eager: object = self.enforce_eager
+        if not isinstance(eager, bool):
+            raise ConfigError(f"enforce_eager must be true or false, got {eager!r:.80} (--enforce-eager).")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(

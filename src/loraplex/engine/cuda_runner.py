@@ -131,12 +131,16 @@ class CudaRunner:
         self._part = torch.empty(size, dtype=torch.float32, device=decoder.device)
 
     # ------------------------------------------------------------------ capture
-    def capture(self, progress: _Progress | None = None) -> None:
-        """Compile and capture every graph, largest first. `progress` is called with (graphs done, graphs in all)."""
+    def capture(self, progress: _Progress | None = None, *, in_graphs: bool = True) -> None:
+        """Compile everything, and capture every graph, largest first, unless steps shall run without.
+
+        `progress` is called with (graphs done, graphs in all).
+        """
         wanted = [
             (rows, programs)
             for rows in reversed(row_buckets(self._max_seqs))
             for programs in (*reversed(program_buckets(rows)), 0)
+            if in_graphs
         ]
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
@@ -236,7 +240,7 @@ class CudaRunner:
         plan = step.plan
         num_rows, num_seqs = plan.num_tokens, len(plan.chunks)
         lora = self._builder.lora(plan, step.packed) if plan.adapters else None
-        if num_rows == num_seqs:
+        if num_rows == num_seqs and self._graphs:
             fits = lora is not None and count_blocks(lora, DECODE_ROWS).places <= MAX_ITEMS
             longest = self._decode_lora.send(lora, plan, num_rows) if lora is not None and fits else 0
             if lora is None or longest:

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from loraplex.adapters import Adapter
 from loraplex.core import (
     AdapterDigest,
+    ConfigError,
     EngineStats,
     FinishReason,
     InvalidRequest,
@@ -43,8 +45,14 @@ def _make_runner(base: LoadedBase, buffer: PageBuffer, progress: Progress | None
         return EagerRunner(base.decoder, buffer)
     from loraplex.engine.cuda_runner import CudaRunner
 
-    runner = CudaRunner(base.decoder, buffer, base.scheduler_config.max_num_seqs)
-    runner.capture(progress)
+    try:
+        runner = CudaRunner(base.decoder, buffer, base.scheduler_config.max_num_seqs)
+        runner.capture(progress, in_graphs=not base.config.enforce_eager)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "The GPU's memory ends before everything is captured; lower --gpu-memory-utilization, --memory or "
+            "--kv-pages, or --max-num-seqs."
+        ) from error
     return runner
 
 

@@ -70,7 +70,7 @@ def _any(accepts: Callable[[Any], bool], wanted: str, *names: str) -> dict[str, 
 
 _RULES: Mapping[str, _Rule] = {
     **_any(
-        *(_is_bool, "true or false", "enforce_eager", "disable_log_stats", "disable_log_requests"),
+        *(_is_bool, "true or false", "disable_log_stats", "disable_log_requests"),
         *("disable_custom_all_reduce", "disable_async_output_proc", "async_scheduling", "use_tqdm_on_load"),
     ),
     **_any(

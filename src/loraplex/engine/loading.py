@@ -75,23 +75,41 @@ def _plan_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, d
     if memory is None:
         memory = _left_on_gpu(config, model, dtype, device)
     geometry = plan_geometry(kv, widest, dtype.itemsize, num_pages=config.kv_pages, memory_bytes=memory)
+    flag = "--memory" if config.kv_pages is None else "--kv-pages"
     if device.type == "cpu":
-        _check_memory(geometry, "--memory" if config.kv_pages is None else "--kv-pages")
+        _check_memory(geometry, flag)
+    elif config.kv_pages is not None or config.memory_bytes is not None:
+        _check_gpu_memory(geometry, flag, torch.cuda.mem_get_info(device)[0], _beside_pool(config, model, dtype))
     return geometry
+
+
+def _check_gpu_memory(geometry: PoolGeometry, flag: str, free: int, beside: int) -> None:
+    """Raise ConfigError for a pool that does not fit into what is free on a GPU, less what base and workspace take."""
+    num_bytes = geometry.num_pages * geometry.page_bytes
+    if num_bytes > free - beside:
+        raise ConfigError(
+            f"The pool would take {num_bytes / GIB:.4g} GiB ({geometry.num_pages} pages of {geometry.page_bytes} "
+            f"bytes); the GPU has {free / GIB:.4g} GiB free, of which base and workspace take {beside / GIB:.4g} GiB. "
+            f"Lower {flag}."
+        )
+
+
+def _beside_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes that base and workspace take on a GPU."""
+    weights = sum(math.prod(shape) for shape in expected_tensors(model).values()) * dtype.itemsize
+    return weights + _workspace_bytes(config, model, dtype)
 
 
 def _left_on_gpu(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes for the pool: the share of the GPU's memory that is ours, less what base, activations and graphs take."""
     free, total = torch.cuda.mem_get_info(device)
-    weights = sum(math.prod(shape) for shape in expected_tensors(model).values()) * dtype.itemsize
-    left = (
-        int(total * config.gpu_memory_utilization) - (total - free) - weights - _workspace_bytes(config, model, dtype)
-    )
+    beside = _beside_pool(config, model, dtype)
+    left = int(total * config.gpu_memory_utilization) - (total - free) - beside
     if left <= 0 and config.kv_pages is None:
         raise ConfigError(
-            f"{device} has {free / GIB:.4g} of {total / GIB:.4g} GiB free; the base takes {weights / GIB:.4g} GiB, its "
-            f"workspace {_workspace_bytes(config, model, dtype) / GIB:.4g} GiB, and nothing is left for the pool at "
-            f"gpu_memory_utilization {config.gpu_memory_utilization} (--gpu-memory-utilization)."
+            f"{device} has {free / GIB:.4g} of {total / GIB:.4g} GiB free; base and workspace take "
+            f"{beside / GIB:.4g} GiB, and nothing is left for the pool at gpu_memory_utilization "
+            f"{config.gpu_memory_utilization} (--gpu-memory-utilization)."
         )
     return max(left, 0)
 
