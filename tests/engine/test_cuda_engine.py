@@ -151,8 +151,8 @@ def test_penalties_and_stop_tokens_see_every_token(served: Served) -> None:
 def test_work_lists_beyond_the_graphs_run_all_the_same(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     from loraplex.engine import cuda_runner
 
-    monkeypatch.setattr(cuda_runner, "MAX_ITEMS", 4)
     harness, refs = make_harness(served)
+    monkeypatch.setattr(cuda_runner, "MAX_ITEMS", 4)  # the lists themselves stay as long as they are
     asked = []
     for turn in range(6):
         prompt = oracle.random_prompt(12, turn)

@@ -51,7 +51,7 @@ def _tensor(values: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
 
 
-class MixTables:
+class _MixTables:
     """Chunk tables of one mix of adapters, as kernels take them."""
 
     __slots__ = ("chunk_a", "chunk_b", "chunk_rank", "chunk_start", "scale")
@@ -74,7 +74,7 @@ class BatchBuilder:
 
     def __init__(self, buffer: PageBuffer) -> None:
         self._buffer = buffer
-        self._mix: tuple[Placed, MixTables] | None = None
+        self._mix: tuple[Placed, _MixTables] | None = None
 
     def build(
         self,
@@ -116,10 +116,10 @@ class BatchBuilder:
     def lora(self, plan: StepPlan, packed: Mapping[AdapterDigest, PackedAdapter]) -> LoraBatch:
         """The adapters of a step; tables on the host."""
         if self._mix is None or self._mix[0] != plan.adapters:
-            tables = MixTables(plan.adapters, packed, self._buffer.geometry.page_elems)
+            tables = _MixTables(plan.adapters, packed, self._buffer.geometry.page_elems)
             self._mix = (plan.adapters, tables)
         tables = self._mix[1]
-        slots, starts = segments(plan)
+        slots, starts = _segments(plan)
         return LoraBatch(
             pages=self._buffer.flat,
             seg_start=torch.tensor(starts, dtype=torch.int32),
@@ -132,7 +132,7 @@ class BatchBuilder:
         )
 
 
-def segments(plan: StepPlan) -> tuple[list[int], list[int]]:
+def _segments(plan: StepPlan) -> tuple[list[int], list[int]]:
     """Slot of each run of rows with one adapter, -1 for the base, and the bounds of the runs."""
     slot_of: dict[AdapterDigest | None, int] = {digest: slot for slot, (digest, _) in enumerate(plan.adapters)}
     slot_of[None] = -1

@@ -58,14 +58,11 @@ class _InFlight:
 
 
 class _Adapters:
-    """Work lists of the adapters of a step, sent again only when the mix or its rows change."""
+    """Work lists of the adapters of a decoding step, sent again only when the mix or its rows change."""
 
-    def __init__(
-        self, num_sites: int, max_rows: int, capacity: int, block_rows: int, align: int, device: torch.device
-    ) -> None:
-        self.block_rows = block_rows
-        self._host = WorkItems.empty(num_sites, capacity, max_rows, pin_memory=True, align=align)
-        self.items = WorkItems.empty(num_sites, capacity, max_rows, device, align=align)
+    def __init__(self, num_sites: int, max_rows: int, align: int, device: torch.device) -> None:
+        self._host = WorkItems.empty(num_sites, MAX_ITEMS, max_rows, pin_memory=True, align=align)
+        self.items = WorkItems.empty(num_sites, MAX_ITEMS, max_rows, device, align=align)
         self._sent: tuple[object, ...] | None = None
         self._longest = 0
 
@@ -73,7 +70,7 @@ class _Adapters:
         """Bring the lists of a step to the device. The longest one's length."""
         mix = (plan.adapters, batch.seg_start.tolist(), batch.seg_slot.tolist())
         if mix != self._sent:
-            self._longest = plan_items(batch, num_rows, self.block_rows, self._host)
+            self._longest = plan_items(batch, num_rows, DECODE_ROWS, self._host)
             self.items.copy_(self._host, self._longest)
             self._sent = mix
         return self._longest
@@ -90,6 +87,7 @@ class CudaRunner:
         self._buffer = buffer
         self._builder = BatchBuilder(buffer)
         self._max_seqs = max_seqs
+        self._buckets = row_buckets(max_seqs)
         device, geometry = decoder.device, buffer.geometry
         self._stream = torch.cuda.Stream(device, priority=-5)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -125,7 +123,7 @@ class CudaRunner:
         for sites in linears[0]:
             dims |= {size for site in sites for size in (site.d_in, site.d_out)}
         align = 8 if all(size % 8 == 0 for size in dims) else 1
-        self._decode_lora = _Adapters(num_sites, self._max_seqs, MAX_ITEMS, DECODE_ROWS, align, decoder.device)
+        self._decode_lora = _Adapters(num_sites, self._max_seqs, align, decoder.device)
         self._prefill_lora = PrefillAdapters(self._buffer.flat, linears[0], num_sites, align)
         size = partial_sums(linears[0], MAX_ITEMS, DECODE_ROWS)
         self._part = torch.empty(size, dtype=torch.float32, device=decoder.device)
@@ -138,7 +136,7 @@ class CudaRunner:
         """
         wanted = [
             (rows, programs)
-            for rows in reversed(row_buckets(self._max_seqs))
+            for rows in reversed(self._buckets)
             for programs in (*reversed(program_buckets(rows)), 0)
             if in_graphs
         ]
@@ -195,7 +193,7 @@ class CudaRunner:
         self._tables.fill_empty(rows)
         self._tables.send(rows)
         self._decode_attention.plan(self._tables.kv_pages(rows))
-        lora = self._bound(self._decode_lora, self._part, programs) if programs else None
+        lora = self._bound(programs) if programs else None
         batch = DeviceBatch(self._tokens[:rows], None, self._kv(rows, self._decode_attention), lora)
         self._run(batch, rows)  # compiles what is not compiled yet, which a capture may not
         graph = torch.cuda.CUDAGraph()
@@ -203,8 +201,9 @@ class CudaRunner:
             self._run(batch, rows)
         return graph
 
-    def _bound(self, adapters: _Adapters, part: Tensor, programs: int) -> LoraBatch:
-        return self._batch(BoundLora(self._buffer.flat, adapters.items, part, adapters.block_rows, programs))
+    def _bound(self, programs: int) -> LoraBatch:
+        items = self._decode_lora.items
+        return self._batch(BoundLora(self._buffer.flat, items, self._part, DECODE_ROWS, programs))
 
     def _batch(self, bound: BoundLora | BoundPrefill) -> LoraBatch:
         none = self._decode_lora.items.count
@@ -250,8 +249,7 @@ class CudaRunner:
         return list(range(len(step.draws)))
 
     def _replay(self, step: Step, num_rows: int, longest: int) -> None:
-        buckets = row_buckets(self._max_seqs)
-        rows = buckets[bisect_left(buckets, num_rows)]
+        rows = self._buckets[bisect_left(self._buckets, num_rows)]
         programs = program_buckets(rows)
         wanted = programs[min(bisect_left(programs, longest), len(programs) - 1)] if longest else 0
         tables = self._tables

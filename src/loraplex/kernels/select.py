@@ -7,9 +7,9 @@ import torch
 
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.reference import TorchOps
+from loraplex.kernels.types import GPU_MAX_GROUP
 
 GPU_HEAD_DIMS = (64, 128, 256)  # FlashInfer's
-GPU_MAX_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+GPU_MAX_GROUP = 16  # query heads of a key head that decode attention takes: a tile of the matrix units
+
 
 @dataclass(frozen=True, slots=True)
 class LoraSite:

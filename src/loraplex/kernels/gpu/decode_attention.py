@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex.kernels.gpu.ops import KvPages
-from loraplex.kernels.types import AttentionShape
+from loraplex.kernels.types import GPU_MAX_GROUP, AttentionShape
 
 SPLIT_TOKENS = 256
 _WORDS = 8  # int32 words of a piece
 _BLOCK = 64  # tokens at a time
-MAX_GROUP = 16  # query heads of a key head, padded to what the matrix units take
 
 
 @triton.jit
@@ -200,11 +199,11 @@ class DecodeAttention:
         """q and out [rows, heads, dim], out whole; keys and values [pages, page_tokens, kv_heads, dim], strided."""
         rows, pieces = q.shape[0], self._pieces[shape.window]
         group = shape.num_heads // shape.num_kv_heads
-        assert group <= MAX_GROUP, f"{group} query heads a key head, at most {MAX_GROUP}"
+        assert group <= GPU_MAX_GROUP, f"{group} query heads a key head, at most {GPU_MAX_GROUP}"
         _attend_decode[(shape.num_kv_heads, max(rows, 64))](
             q, keys, values, self._pages, pieces.pieces, pieces.count, out, self._part, self._part_sums,
             q.stride(0), keys.stride(0), keys.stride(1), shape.scale * 1.4426950408889634, shape.num_heads, group,
-            DIM=shape.head_dim, PAGE_TOKENS=self._page_tokens, BLOCK=_BLOCK, GROUP=MAX_GROUP, STAGES=2,
+            DIM=shape.head_dim, PAGE_TOKENS=self._page_tokens, BLOCK=_BLOCK, GROUP=GPU_MAX_GROUP, STAGES=2,
             PRECISION="ieee", num_warps=4,
         )  # fmt: skip
         _merge[(rows, shape.num_heads)](
