@@ -33,7 +33,7 @@ DTYPE = torch.bfloat16
 FIELDS = {
     "shrink": ("shrink_rows", "shrink_warps", "shrink_k", "shrink_stages"),
     "add": ("add_rows", "add_n", "add_warps", "add_registers"),
-    "silu_and_mul": ("silu_rows", "silu_n", "silu_tiles", "silu_warps", "silu_registers"),
+    "silu_and_mul": ("silu_rows", "silu_n", "silu_tiles", "silu_stages", "silu_warps", "silu_registers"),
     "rope_and_store": ("rope_rows", "rope_heads", "rope_warps", "rope_registers"),
 }
 SEARCH: dict[str, list[tuple[int | None, ...]]] = {

@@ -110,6 +110,37 @@ def test_chunks_preemption_and_eviction_change_nothing(served: Served) -> None:
     assert_equal_references(harness, served, asked)
 
 
+def test_steps_that_overlap_draw_what_the_references_would(served: Served) -> None:
+    """Nobody looks at logits and nothing waits for the device: a step is planned before the one before it has ended."""
+    base, adapters = served
+    harness, refs = make_harness(served)
+    engine = harness.engine
+    engine._on_logits = harness._before_step = None
+    asked, num_in_flight = [], 0
+    for turn in range(20):
+        which = turn % len(refs)
+        prompt = oracle.random_prompt(5 + 3 * turn, turn)
+        params = SamplingParams(max_tokens=4 + turn % 13, temperature=0.0, ignore_eos=True)
+        asked.append((harness.add(prompt, params, refs[which]), prompt, which))
+        harness.step()
+        num_in_flight += engine._started is not None
+    while engine.has_work:
+        harness.step()
+        num_in_flight += engine._started is not None
+    harness.check_all_free()
+    assert num_in_flight > 20
+    for which in range(len(refs)):
+        reference = Reference(base, adapters[which - 1] if which else None)
+        mine = [(prompt, harness.trace(name).tokens) for name, prompt, other in asked if other == which]
+        exact = [reference.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :] for prompt, tokens in mine]
+        reference.model.to(torch.bfloat16)
+        for (prompt, tokens), logits in zip(mine, exact, strict=True):
+            rounded = reference.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+            slack = 2 * float((rounded.double() - logits.double()).abs().max())
+            drawn = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            assert float((logits.max(1).values - drawn).max()) <= slack
+
+
 def test_tokens_do_not_depend_on_the_adapters_beside_them(served: Served) -> None:
     """The same rows in the same places, other adapters in the other rows: not a bit of a row's logits changes."""
     prompts = [oracle.random_prompt(20, seed) for seed in range(8)]
@@ -144,8 +175,14 @@ def test_penalties_and_stop_tokens_see_every_token(served: Served) -> None:
     assert harness.answer(prompt, params, refs[1]).tokens == greedy[: greedy.index(stop) + 1]
     banned = SamplingParams(max_tokens=24, temperature=0.0, logit_bias=tuple((t, -100.0) for t in set(greedy)))
     assert not set(harness.answer(prompt, banned, refs[1]).tokens) & set(greedy)
-    unique = SamplingParams(max_tokens=24, temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)
-    harness.answer(prompt, unique, refs[1])
+    unique = SamplingParams(
+        max_tokens=24, temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0, ignore_eos=True
+    )
+    trace = harness.answer(prompt, unique, refs[1])
+    seen = torch.zeros(trace.logits[0].shape[0])
+    for token, logits in zip(trace.tokens, trace.logits, strict=True):
+        assert token == int((logits.float().cpu() - 2.0 * seen - 2.0 * (seen > 0)).argmax())
+        seen[token] += 1
 
 
 def test_work_lists_beyond_the_graphs_run_all_the_same(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

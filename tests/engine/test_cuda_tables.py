@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from loraplex.core import PageId, SequenceId
-from loraplex.engine.cuda_buckets import program_buckets, row_buckets
+from loraplex.engine.cuda_buckets import find_key, graph_keys, program_buckets, row_buckets
 from loraplex.engine.cuda_tables import StepTables
 from loraplex.scheduler import UNKNOWN_TOKEN, ScheduledChunk, Sequence, StepPlan
 from tests.scheduler.helpers import make_request
@@ -117,3 +117,15 @@ def test_programs_grow_with_the_rows() -> None:
         [8, 16, 32, 64],
         [8, 16, 32, 64, 128],
     ]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("longest", [0, 1, 8, 9, 100, 1024])
+def test_every_step_finds_a_graph_that_was_captured(longest: int, several: bool) -> None:
+    buckets = row_buckets(100)
+    keys = graph_keys(buckets)
+    assert len(set(keys)) == len(keys)
+    for rows in buckets:
+        key = find_key(rows, longest, several)
+        assert key in keys
+        assert (key.rows, key.programs > 0, key.several) == (rows, longest > 0, several and longest > 0)

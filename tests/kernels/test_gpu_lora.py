@@ -49,10 +49,16 @@ def bind(
 
 
 def run(
-    case: LoraCase, block_rows: int = DECODE_ROWS, num_programs: int | None = None, *, pdl: bool = False, align: int = 1
+    case: LoraCase,
+    block_rows: int = DECODE_ROWS,
+    num_programs: int | None = None,
+    *,
+    pdl: bool = False,
+    align: int = 1,
+    several: bool = False,
 ) -> torch.Tensor:
     """delta [rows, width], NaN where nothing was written."""
-    tiles = replace(choose_tiles(case.sites[0].d_in), shrink_pdl=pdl, expand_pdl=pdl)
+    tiles = replace(choose_tiles(case.sites[0].d_in, several=several), shrink_pdl=pdl, expand_pdl=pdl)
     delta = torch.full_like(case.y, NAN, device=DEVICE)
     bound = bind(case, block_rows, num_programs, align=align)
     lora_delta(delta, case.x.to(DEVICE), case.sites, bound, tiles)
@@ -125,6 +131,15 @@ def test_long_inputs_are_split(dtype: torch.dtype, block_rows: int) -> None:
 def test_every_rank(rank: int) -> None:
     case = make_lora_case(torch.float32, ranks=[[rank, 0, rank], [4, 4, 4]], slots=[0, 1], rows=[2, 1])
     assert_delta(run(case), case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [[16, 20, 4], [33, 16, 0], [64, 5, 48], [256, 17, 32]])
+def test_two_chunks_at_once_change_no_bit(ranks: list[int], dtype: torch.dtype) -> None:
+    case = make_lora_case(dtype, d_outs=(300, 24, 140), ranks=[ranks, [4, 4, 4]], slots=[0, -1, 1], rows=[9, 1, 2])
+    got = run(case, several=True)
+    assert_delta(got, case, torch.bfloat16 if dtype is not torch.float32 else dtype)
+    assert torch.equal(got.nan_to_num(7.0), run(case).nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("align", [1, 8])
@@ -209,6 +224,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_dependent_launch_changes_no_bit(name: str) -> None:
     case = make_lora_case(torch.bfloat16, **CASES[name])
     assert torch.equal(run(case, pdl=True).nan_to_num(7.0), run(case).nan_to_num(7.0))
+    assert torch.equal(run(case, pdl=True, several=True).nan_to_num(7.0), run(case).nan_to_num(7.0))
 
 
 def _large(slots: Sequence[int], rows: Sequence[int]) -> LoraCase:
@@ -226,6 +242,7 @@ def test_bits_at_a_model_s_sizes() -> None:
     want = run(case, align=8)
     assert_delta(want, case, torch.bfloat16)
     assert torch.equal(run(case, OTHER_ROWS, align=8), want)
+    assert torch.equal(run(case, align=8, several=True), want)
     for row in (0, 1, 70, 73):
         assert torch.equal(run(alone(case, row), align=8)[0], want[row])
 

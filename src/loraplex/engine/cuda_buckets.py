@@ -1,5 +1,9 @@
 """Sizes that CUDA graphs are captured for."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _PROGRAM_BUCKETS = (8, 16, 32, 64, 128)  # programs along a work list; the last serves longer lists too
 
@@ -14,3 +18,35 @@ def row_buckets(max_seqs: int) -> list[int]:
 def program_buckets(max_rows: int) -> list[int]:
     """Programs along a work list of the graphs to capture for `max_rows` rows, beside those without adapters."""
     return [count for i, count in enumerate(_PROGRAM_BUCKETS) if i == 0 or _PROGRAM_BUCKETS[i - 1] < max_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a graph is captured for. `programs` 0 has no adapters; `several`: adapters of several chunks of ranks."""
+
+    rows: int
+    programs: int = 0
+    several: bool = False
+
+
+def graph_keys(buckets: Sequence[int]) -> list[GraphKey]:
+    """Every graph to capture, largest first. Lists of adapters of several chunks are long: one graph a bucket."""
+    return [
+        key
+        for rows in reversed(buckets)
+        for key in (
+            GraphKey(rows, program_buckets(rows)[-1], several=True),
+            *(GraphKey(rows, programs) for programs in reversed(program_buckets(rows))),
+            GraphKey(rows),
+        )
+    ]
+
+
+def find_key(rows: int, longest: int, several: bool) -> GraphKey:
+    """The graph for a bucket of `rows` rows, and lists of up to `longest` items; 0 is a step without adapters."""
+    if not longest:
+        return GraphKey(rows)
+    programs = program_buckets(rows)
+    if several:
+        return GraphKey(rows, programs[-1], several=True)
+    return GraphKey(rows, programs[min(bisect_left(programs, longest), len(programs) - 1)])

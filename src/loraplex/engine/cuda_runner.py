@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loraplex.core import AdapterDigest, PageId, RequestId, SamplingParams, SequenceId
 from loraplex.engine.batch import BatchBuilder, PageBuffer
-from loraplex.engine.cuda_buckets import program_buckets, row_buckets
+from loraplex.engine.cuda_buckets import GraphKey, find_key, graph_keys, row_buckets
 from loraplex.engine.cuda_prefill import PrefillAdapters
 from loraplex.engine.cuda_tables import StepTables
 from loraplex.engine.runner import Step, StepDone, StepInFlight
@@ -112,7 +112,7 @@ class CudaRunner:
         self._num_steps = 0
         self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._drawn_at: dict[SequenceId, int] = {}
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
     def _make_lora(self, decoder: Decoder) -> None:
         linears = [
@@ -134,16 +134,11 @@ class CudaRunner:
 
         `progress` is called with (graphs done, graphs in all).
         """
-        wanted = [
-            (rows, programs)
-            for rows in reversed(self._buckets)
-            for programs in (*reversed(program_buckets(rows)), 0)
-            if in_graphs
-        ]
+        wanted = graph_keys(self._buckets) if in_graphs else []
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
-            for done, (rows, programs) in enumerate(wanted, start=1):
-                self._graphs[rows, programs] = self._capture(rows, programs, pool)
+            for done, key in enumerate(wanted, start=1):
+                self._graphs[key] = self._capture(key, pool)
                 if progress:
                     progress(done, len(wanted))
             for chunks in (0, 1, 4):
@@ -189,11 +184,12 @@ class CudaRunner:
             scale=torch.zeros(1, num_sites),
         )
 
-    def _capture(self, rows: int, programs: int, pool: Any) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: GraphKey, pool: Any) -> torch.cuda.CUDAGraph:
+        rows = key.rows
         self._tables.fill_empty(rows)
         self._tables.send(rows)
         self._decode_attention.plan(self._tables.kv_pages(rows))
-        lora = self._bound(programs) if programs else None
+        lora = self._bound(key) if key.programs else None
         batch = DeviceBatch(self._tokens[:rows], None, self._kv(rows, self._decode_attention), lora)
         self._run(batch, rows)  # compiles what is not compiled yet, which a capture may not
         graph = torch.cuda.CUDAGraph()
@@ -201,9 +197,9 @@ class CudaRunner:
             self._run(batch, rows)
         return graph
 
-    def _bound(self, programs: int) -> LoraBatch:
+    def _bound(self, key: GraphKey) -> LoraBatch:
         items = self._decode_lora.items
-        return self._batch(BoundLora(self._buffer.flat, items, self._part, DECODE_ROWS, programs))
+        return self._batch(BoundLora(self._buffer.flat, items, self._part, DECODE_ROWS, key.programs, key.several))
 
     def _batch(self, bound: BoundLora | BoundPrefill) -> LoraBatch:
         none = self._decode_lora.items.count
@@ -240,24 +236,23 @@ class CudaRunner:
         num_rows, num_seqs = plan.num_tokens, len(plan.chunks)
         lora = self._builder.lora(plan, step.packed) if plan.adapters else None
         if num_rows == num_seqs and self._graphs:
-            fits = lora is not None and count_blocks(lora, DECODE_ROWS).places <= MAX_ITEMS
+            counts = count_blocks(lora, DECODE_ROWS) if lora is not None else None
+            fits = counts is not None and counts.places <= MAX_ITEMS
             longest = self._decode_lora.send(lora, plan, num_rows) if lora is not None and fits else 0
             if lora is None or longest:
-                self._replay(step, num_rows, longest)
+                self._replay(step, num_rows, longest, several=counts is not None and counts.chunks > 1)
                 return [i for i, chunk in enumerate(plan.chunks) if chunk.samples]
         self._run_eagerly(step, lora)
         return list(range(len(step.draws)))
 
-    def _replay(self, step: Step, num_rows: int, longest: int) -> None:
+    def _replay(self, step: Step, num_rows: int, longest: int, *, several: bool) -> None:
         rows = self._buckets[bisect_left(self._buckets, num_rows)]
-        programs = program_buckets(rows)
-        wanted = programs[min(bisect_left(programs, longest), len(programs) - 1)] if longest else 0
         tables = self._tables
         tables.fill(step.plan, step.sequences, self._drawn_at, rows - num_rows)
         tables.send(rows)
         self._decode_attention.plan(tables.kv_pages(rows))
         self._sent.record()
-        self._graphs[rows, wanted].replay()
+        self._graphs[find_key(rows, longest, several)].replay()
 
     def _run_eagerly(self, step: Step, lora: LoraBatch | None) -> None:
         plan, tables = step.plan, self._tables

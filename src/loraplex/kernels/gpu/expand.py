@@ -13,12 +13,12 @@ from loraplex.kernels.gpu.shrink import read_item
 
 
 @triton.jit
-def locate(tile, tiles0, tiles1, width0, width1, width2, BLOCK_N: tl.constexpr):
+def locate(tile, tiles0, tiles1, width0, width1, width2, block_n):
     """Site of a tile among the linear's, its columns, where they begin in the fused output, the tile's first column."""
     site = (tile >= tiles0).to(tl.int32) + (tile >= tiles1).to(tl.int32)
     width = tl.where(site == 0, width0, tl.where(site == 1, width1, width2))
     offset = tl.where(site == 0, 0, tl.where(site == 1, width0, width0 + width1))
-    col = (tile - tl.where(site == 0, 0, tl.where(site == 1, tiles0, tiles1))) * BLOCK_N
+    col = (tile - tl.where(site == 0, 0, tl.where(site == 1, tiles0, tiles1))) * block_n
     return site, width, offset, col
 
 
@@ -76,6 +76,7 @@ def expand(
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr,  # 1 or 2: whose B is read at once
     WAITS: tl.constexpr,
     SIGNALS: tl.constexpr,
 ):
@@ -93,13 +94,21 @@ def expand(
     while (item < length) & (packed >= 0) & (b_at >= 0):
         num_rows, rank, chunks = packed & 0xFF, (packed >> 8) & 0xFF, packed >> 16
         total = tl.zeros((BLOCK_N, ROWS), tl.float32)
-        for chunk in tl.range(0, chunks, num_stages=1):
+        for chunk in tl.range(0, chunks, CHUNKS, num_stages=1):
             b = _read_b(pages + b_at, rank, cols, width, CHUNK)
+            if CHUNKS == 2:
+                _, packed, b_at = read_item(table, table64, at + (chunk + 1) * num_sites, chunk + 1 < chunks, 1, ALIGN)
+                second = _read_b(pages + b_at, (packed >> 8) & 0xFF, cols, width, CHUNK)
             if WAITS:
                 tl.extra.cuda.gdc_wait()
             v = _read_v(part, site * capacity + item + chunk, num_rows, SPLITS, SPLITS_PADDED, ROWS, CHUNK)
             total = tl.dot(tl.trans(b), v.to(b.dtype), total, input_precision=PRECISION)
-            _, packed, b_at = read_item(table, table64, at + (chunk + 1) * num_sites, chunk + 1 < chunks, 1, ALIGN)
+            if CHUNKS == 2:
+                rows = tl.where(chunk + 1 < chunks, num_rows, 0)
+                v = _read_v(part, site * capacity + item + chunk + 1, rows, SPLITS, SPLITS_PADDED, ROWS, CHUNK)
+                total = tl.dot(tl.trans(second), v.to(b.dtype), total, input_precision=PRECISION)
+            left = chunk + CHUNKS
+            _, packed, b_at = read_item(table, table64, at + left * num_sites, left < chunks, 1, ALIGN)
             rank = (packed >> 8) & 0xFF
         if chunks > 0:
             _store_delta(delta + offset, total * scale, row0, num_rows, cols, width, stride_delta)

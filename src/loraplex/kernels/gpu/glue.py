@@ -1,7 +1,7 @@
 """The operations between the linears, in Triton. Each adds what adapters left (`LoraDelta`) to what it reads anyway.
 
-Where a row has no adapter at a site, `covered` is 0, the delta is not read, and the row keeps the base's bits. Sums are
-kept in float32 and rounded where the reference (`kernels/reference.py`) rounds.
+Where a row has no adapter at a site, `covered` is 0, what stands in the delta does not matter, and the row keeps the
+base's bits. Sums are kept in float32 and rounded where the reference (`kernels/reference.py`) rounds.
 """
 
 import triton
@@ -16,9 +16,12 @@ _BLOCK = 1024
 
 @triton.jit
 def _with_delta(value, delta, covered, mask):
-    """value + delta where `covered`, rounded to the dtype of `value`; float32. `delta` and `value` are of one shape."""
-    added = tl.load(delta, mask=tl.where(mask, covered, 0) != 0, other=0.0).to(tl.float32)
-    return (value.to(tl.float32) + added).to(value.dtype).to(tl.float32)
+    """value + delta where `covered`, rounded to the dtype of `value`; float32. `delta` and `value` are of one shape.
+
+    The delta is read whether it counts or not, so that nothing waits for `covered`.
+    """
+    added, wide = tl.load(delta, mask=mask, other=0.0).to(tl.float32), value.to(tl.float32)
+    return tl.where(covered != 0, (wide + added).to(value.dtype).to(tl.float32), wide)
 
 
 @triton.jit

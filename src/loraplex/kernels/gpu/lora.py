@@ -31,6 +31,7 @@ class Tiles:
     block_n: int
     groups: int = GROUPS  # parts of a slice that are summed apart, one a warp of shrink
     expand_warps: int = 1
+    expand_chunks: int = 1  # whose B is read at once
     shrink_registers: int | None = None  # at most, a thread
     expand_registers: int | None = None
     shrink_pdl: bool = False  # programmatic dependent launch, on what is before in the stream: Hopper and newer
@@ -42,9 +43,14 @@ class Tiles:
         return -(-d_in // self.block_k)
 
 
-def choose_tiles(d_in: int, width: int = 0, *, pdl: bool = False) -> Tiles:
-    """Tile sizes by d_in and the columns of the fused output; found with bench/bench_lora_kernels.py on an H200."""
+def choose_tiles(d_in: int, width: int = 0, *, pdl: bool = False, several: bool = False) -> Tiles:
+    """Tile sizes by d_in and the columns of the fused output; found with bench/bench_lora_kernels.py on an H200.
+
+    `several`: adapters of several chunks of ranks, of which expand then takes two at once. It changes no bit.
+    """
     block_k = max(16 * GROUPS, min(1024 if d_in > 8192 else 512, triton.next_power_of_2(d_in)))
+    if several:
+        return Tiles(block_k, block_n=128, expand_chunks=2, shrink_pdl=pdl, expand_pdl=pdl)
     tiles = Tiles(block_k, block_n=256, shrink_pdl=pdl, expand_pdl=pdl)
     # Fewer registers, more programs at a time: pays for many columns, where the partial sums fit in them.
     return replace(tiles, expand_registers=160) if width > 4096 and tiles.splits(d_in) <= 8 else tiles
@@ -75,6 +81,7 @@ class BoundLora:
     part: Tensor  # float32, see `partial_sums`
     block_rows: int  # that the items were planned with: DECODE_ROWS, or 16
     num_programs: int
+    several: bool = False  # for speed too: whether adapters have several chunks, as `choose_tiles` asks
 
 
 def lora_delta(
@@ -91,7 +98,7 @@ def lora_delta(
     assert [site.index for site in sites] == list(range(first, first + len(sites))), "sites of a linear are neighbours"
     assert bound.num_programs <= bound.items.capacity, f"{bound.num_programs} programs, {bound.items.capacity} items"
     width = sum(site.d_out for site in sites)
-    chosen = tiles or choose_tiles(sites[0].d_in, width, pdl=has_pdl(delta.device))
+    chosen = tiles or choose_tiles(sites[0].d_in, width, pdl=has_pdl(delta.device), several=bound.several)
     splits = chosen.splits(sites[0].d_in)
     needed = len(sites) * splits * bound.items.capacity * bound.block_rows * CHUNK
     assert needed <= bound.part.numel(), f"{needed} partial sums in a buffer of {bound.part.numel()}"
@@ -155,6 +162,7 @@ def _expand(delta: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles:
         CHUNK=CHUNK,
         ALIGN=items.align,
         PRECISION="ieee",
+        CHUNKS=tiles.expand_chunks,
         num_warps=tiles.expand_warps,
         maxnreg=tiles.expand_registers,
         **_pdl(tiles.expand_pdl, tiles.shrink_pdl and tiles.pdl_early),

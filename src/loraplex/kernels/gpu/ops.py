@@ -96,6 +96,9 @@ class CudaOps:
             self._product(x, linear, out)
             return None
         bound: BoundLora | BoundPrefill = lora.native
+        if isinstance(bound, BoundPrefill) and not bound.adapts(linear.sites):
+            self._product(x, linear, out)
+            return None
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         self._product(x, linear, out)
@@ -104,10 +107,10 @@ class CudaOps:
         main.wait_stream(self._side)
         return delta
 
-    def _delta_of(self, x: Tensor, linear: Linear, out: Tensor, bound: BoundLora | BoundPrefill) -> LoraDelta | None:
+    def _delta_of(self, x: Tensor, linear: Linear, out: Tensor, bound: BoundLora | BoundPrefill) -> LoraDelta:
         """What adapters add to `linear`'s output, or v for the next operation to expand."""
         if isinstance(bound, BoundPrefill):
-            return prefill.shrink(x, linear.sites, bound) if bound.adapts(linear.sites) else None
+            return prefill.shrink(x, linear.sites, bound)
         assert self._delta is not None, "reserve comes first"
         values = self._delta[: out.numel()].view(out.shape)
         if bound.num_programs <= _FEW_PROGRAMS and linear.weight.nbytes >= _LONG_PRODUCT_BYTES:

@@ -1,7 +1,7 @@
 """Launching the kernels of steps of many rows: shrink for a linear, and the operations that expand what they read."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -25,28 +25,41 @@ _EXPAND_RANKS = 64  # that one product of expand takes
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """Tile sizes; none changes a bit. Rows are at most those of a block; registers are at most, a thread."""
+    """Tile sizes; none changes a bit. Rows are at most those of a block; registers are at most, a thread.
+
+    Warps are at most rows / 16: with more, Triton 3.6 reads beyond its shared memory in narrow products, as
+    compute-sanitizer shows for heads of 48.
+    """
 
     shrink_rows: int = 128
     shrink_warps: int = 8
     shrink_k: int = 64  # elements of K at a time
     shrink_stages: int = 3
-    add_rows: int = 128
-    add_n: int = 64  # columns
-    add_warps: int = 8
+    add_rows: int = 64
+    add_n: int = 128  # columns
+    add_warps: int = 4
     add_registers: int | None = None
     silu_rows: int = 128
     silu_n: int = 64
-    silu_tiles: int = 2  # of columns, one after the other
+    silu_tiles: int = 4  # of columns, one after the other
+    silu_stages: int = 2
     silu_warps: int = 8
     silu_registers: int | None = 128
     rope_rows: int = 64
-    rope_heads: int = 4  # that one program rotates
-    rope_warps: int = 8
-    rope_registers: int | None = 128
+    rope_heads: int = 2  # that one program rotates
+    rope_warps: int = 4
+    rope_registers: int | None = None
 
 
-TILES = PrefillTiles()
+TILES = PrefillTiles()  # where an adapter has several chunks of ranks
+NARROW_TILES = replace(  # where each has one
+    TILES, silu_rows=64, silu_tiles=8, silu_stages=3, silu_warps=4, rope_rows=32, rope_heads=8, rope_warps=2
+)
+
+
+def _tiles_for(delta: LoraDelta, tiles: PrefillTiles | None) -> PrefillTiles:
+    bound: BoundPrefill = delta.shrunk
+    return tiles or (NARROW_TILES if bound.counts.chunks == 1 else TILES)
 
 
 def _splits(d_in: int) -> int:
@@ -145,14 +158,16 @@ def _arguments(delta: LoraDelta, tile: int) -> tuple[int, tuple[Tensor | int, ..
         "TILE": tile,
         "RANKS": _expand_ranks(bound),
         "CHUNK": CHUNK,
+        "MORE": bound.counts.chunks * CHUNK > _expand_ranks(bound),
         "ALIGN": bound.tables.align,
         "PRECISION": "ieee",
     }
     return bound.counts.blocks * (bound.block_rows // tile), tables, sizes
 
 
-def add(y: Tensor, delta: LoraDelta, tiles: PrefillTiles = TILES) -> None:
+def add(y: Tensor, delta: LoraDelta, tiles: PrefillTiles | None = None) -> None:
     """y[row, site] += scale * v B where the row's adapter has the site. y [rows, width of the fused output]."""
+    tiles = _tiles_for(delta, tiles)
     parts, tables, sizes = _arguments(delta, tiles.add_rows)
     block_n = tiles.add_n
     widths = [site.d_out for site in delta.sites] + [0] * (MAX_SITES - len(delta.sites))
@@ -171,8 +186,9 @@ def add(y: Tensor, delta: LoraDelta, tiles: PrefillTiles = TILES) -> None:
     )
 
 
-def silu_and_mul(gate_up: Tensor, delta: LoraDelta, out: Tensor, tiles: PrefillTiles = TILES) -> None:
+def silu_and_mul(gate_up: Tensor, delta: LoraDelta, out: Tensor, tiles: PrefillTiles | None = None) -> None:
     """As `Ops.silu_and_mul`, of gate and up plus their scale * v B."""
+    tiles = _tiles_for(delta, tiles)
     parts, tables, sizes = _arguments(delta, tiles.silu_rows)
     assert len(delta.sites) == 2
     width, block_n = out.shape[1], tiles.silu_n
@@ -184,6 +200,7 @@ def silu_and_mul(gate_up: Tensor, delta: LoraDelta, out: Tensor, tiles: PrefillT
         **sizes,
         COLS=tiles.silu_tiles,
         BLOCK_N=block_n,
+        STAGES=tiles.silu_stages,
         num_warps=tiles.silu_warps,
         maxnreg=tiles.silu_registers,
     )
@@ -200,14 +217,15 @@ def rope_and_store(
     row_page: Tensor,
     row_offset: Tensor,
     row_pos: Tensor,
-    tiles: PrefillTiles = TILES,
+    tiles: PrefillTiles | None = None,
 ) -> None:
     """As `glue.rope_and_store`, of q, k and v plus their scale * v B."""
+    tiles = _tiles_for(delta, tiles)
     parts, tables, sizes = _arguments(delta, tiles.rope_rows)
     assert len(delta.sites) == 3
     half = shape.head_dim // 2
-    all_heads = shape.num_heads + 2 * shape.num_kv_heads
-    rope_and_store_blocks[(triton.cdiv(all_heads, tiles.rope_heads), parts)](
+    groups = triton.cdiv(shape.num_heads, tiles.rope_heads), triton.cdiv(shape.num_kv_heads, tiles.rope_heads)
+    rope_and_store_blocks[(groups[0] + 2 * groups[1], parts)](
         qkv,
         keys,
         values,
@@ -220,8 +238,10 @@ def rope_and_store(
         qkv if norms is None else norms.k_weight,
         0.0 if norms is None else norms.eps,
         *tables,
-        shape.num_heads,
-        shape.num_kv_heads,
+        groups[0],
+        groups[0] + groups[1],
+        shape.num_heads * shape.head_dim,
+        shape.num_kv_heads * shape.head_dim,
         qkv.stride(0),
         keys.stride(0),
         keys.stride(1),

@@ -106,44 +106,75 @@ def sum_splits(
 
 
 @triton.jit
-def _expand(
+def _entry(entries, entries_float, own, count):
+    """What a block's products are multiplied by at a site, from its first entry: the scale; -1 where no adapter has the
+    site, as the products are 0 there and -0 changes no number."""
+    chunks_here = tl.load(entries + own * 8 + 5, mask=count > 0, other=0) >> 16
+    scale = tl.load(entries_float + own * 8 + 6, mask=count > 0, other=0.0)
+    return tl.where(chunks_here > 0, scale, -1.0)
+
+
+@triton.jit
+def _operands(
     pages,
     v,  # of the part's first row at the site, in [chunks, ROWS, CHUNK]
     entries,
     entries64,
-    entries_float,
     num_sites,
     own,  # the block's first entry at the site
     count,
-    cols,  # of the site [BLOCK_N]
-    is_col,
     width,  # columns of the site
+    start,  # the first rank
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """RANKS ranks of a block at a site: v [TILE, RANKS], where their rows of B begin, and which ranks there are."""
+    ranks = start + tl.arange(0, RANKS)
+    chunk, within = ranks // CHUNK, ranks % CHUNK
+    rank, offset = _read_entries(entries, entries64, own + chunk * num_sites, chunk < count, 1, ALIGN)
+    v_at = v + (chunk * (ROWS * CHUNK) + within)[None, :] + (tl.arange(0, TILE) * CHUNK)[:, None]
+    # Rows beyond the block's are never stored; ranks beyond a chunk's are zeros.
+    left = tl.load(v_at, mask=(chunk < count)[None, :], other=0.0)
+    return left, pages + (offset + within.to(tl.int64) * width), within < rank
+
+
+@triton.jit
+def _times_b(total, left, b_rows, is_rank, cols, is_col, PRECISION: tl.constexpr):
+    """total + v B at columns `cols` of the site [BLOCK_N]."""
+    b = tl.load(b_rows[:, None] + cols[None, :], mask=is_rank[:, None] & is_col[None, :], other=0.0)
+    return tl.dot(left, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _times_more_b(
+    total,
+    pages,
+    v,
+    entries,
+    entries64,
+    num_sites,
+    own,
+    count,
+    cols,
+    is_col,
+    width,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """scale * v B of a part [TILE, BLOCK_N] float32; -0, which changes no number, where no adapter has the site."""
-    rows = tl.arange(0, TILE)
-    total = tl.zeros((TILE, BLOCK_N), tl.float32)
-    chunks_here = tl.load(entries + own * 8 + 5, mask=count > 0, other=0) >> 16
-    scale = tl.load(entries_float + own * 8 + 6, mask=count > 0, other=0.0)
-    factor = tl.where(chunks_here > 0, scale, -1.0)
-    for start in tl.range(0, count * CHUNK, RANKS, num_stages=1):
-        ranks = start + tl.arange(0, RANKS)
-        chunk, within = ranks // CHUNK, ranks % CHUNK
-        rank, offset = _read_entries(entries, entries64, own + chunk * num_sites, chunk < count, 1, ALIGN)
-        is_rank = within < rank
-        b_rows = pages + (offset + within.to(tl.int64) * width)
-        b = tl.load(b_rows[:, None] + cols[None, :], mask=is_rank[:, None] & is_col[None, :], other=0.0)
-        v_at = v + (chunk * (ROWS * CHUNK) + within)[None, :] + (rows * CHUNK)[:, None]
-        # Rows beyond the block's are never stored; ranks beyond a chunk's are zeros.
-        left = tl.load(v_at, mask=(chunk < count)[None, :], other=0.0)
-        total = tl.dot(left, b, total, input_precision=PRECISION)
-    return total * factor
+    """total + v B of the ranks behind the first RANKS. Arguments: `_operands`, `_times_b`."""
+    for start in tl.range(RANKS, count * CHUNK, RANKS, num_stages=1):
+        left, b_rows, is_rank = _operands(
+            pages, v, entries, entries64, num_sites, own, count, width, start, ROWS, TILE, RANKS, CHUNK, ALIGN
+        )
+        total = _times_b(total, left, b_rows, is_rank, cols, is_col, PRECISION)
+    return total
 
 
 @triton.jit
@@ -180,6 +211,7 @@ def add_expanded(
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    MORE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -194,10 +226,16 @@ def add_expanded(
         mask = (rows < num_rows)[:, None] & (cols < width)[None, :]
         value = tl.load(own, mask=mask, other=0.0)
         v_block, entry = _v_of(v, site, num_places, place, skipped, ROWS, CHUNK), first * num_sites + first_site + site
-        delta = _expand(
-            pages, v_block, entries, entries64, entries_float, num_sites, entry, count, cols, cols < width,
-            width, ROWS, TILE, RANKS, CHUNK, BLOCK_N, ALIGN, PRECISION
-        )  # fmt: skip
+        left, b_rows, is_rank = _operands(
+            pages, v_block, entries, entries64, num_sites, entry, count, width, 0, ROWS, TILE, RANKS, CHUNK, ALIGN
+        )
+        total = _times_b(tl.zeros((TILE, BLOCK_N), tl.float32), left, b_rows, is_rank, cols, cols < width, PRECISION)
+        if MORE:
+            total = _times_more_b(
+                total, pages, v_block, entries, entries64, num_sites, entry, count, cols, cols < width, width,
+                ROWS, TILE, RANKS, CHUNK, ALIGN, PRECISION
+            )  # fmt: skip
+        delta = total * _entry(entries, entries_float, entry, count)
         tl.store(own, _with_delta(value, delta).to(value.dtype), mask=mask)
 
 
@@ -219,12 +257,14 @@ def silu_and_mul_blocks(
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    MORE: tl.constexpr,
     COLS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (groups of COLS tiles of columns, parts). v of a part is read again for each tile, but from the L1 cache."""
+    """Grid (groups of COLS tiles of columns, parts). v of a part is read once, unless there are MORE ranks."""
     skipped, row0, num_rows, first, count, place = _read_part(blocks, tl.program_id(1), ROWS, TILE)
     rows = tl.arange(0, TILE)
     is_row = rows < num_rows
@@ -232,68 +272,51 @@ def silu_and_mul_blocks(
     v_gate = _v_of(v, 0, num_places, place, skipped, ROWS, CHUNK)
     v_up = _v_of(v, 1, num_places, place, skipped, ROWS, CHUNK)
     entry = first * num_sites + first_site
-    for tile in tl.range(tl.program_id(0) * COLS, tl.program_id(0) * COLS + COLS, num_stages=1):
+    left_gate, b_gate, has_gate = _operands(
+        pages, v_gate, entries, entries64, num_sites, entry, count, width, 0, ROWS, TILE, RANKS, CHUNK, ALIGN
+    )
+    left_up, b_up, has_up = _operands(
+        pages, v_up, entries, entries64, num_sites, entry + 1, count, width, 0, ROWS, TILE, RANKS, CHUNK, ALIGN
+    )
+    factor_gate = _entry(entries, entries_float, entry, count)
+    factor_up = _entry(entries, entries_float, entry + 1, count)
+    for tile in tl.range(tl.program_id(0) * COLS, tl.program_id(0) * COLS + COLS, num_stages=STAGES):
         cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         is_col = cols < width
         own = gate_up + row * (2 * width) + cols[None, :]
         mask = is_row[:, None] & is_col[None, :]
         gate, up = tl.load(own, mask=mask, other=0.0), tl.load(own + width, mask=mask, other=0.0)
-        g = _expand(
-            pages, v_gate, entries, entries64, entries_float, num_sites, entry, count, cols, is_col, width,
-            ROWS, TILE, RANKS, CHUNK, BLOCK_N, ALIGN, PRECISION
-        )  # fmt: skip
-        u = _expand(
-            pages, v_up, entries, entries64, entries_float, num_sites, entry + 1, count, cols, is_col, width,
-            ROWS, TILE, RANKS, CHUNK, BLOCK_N, ALIGN, PRECISION
-        )  # fmt: skip
-        g, u = _with_delta(gate, g), _with_delta(up, u)
+        zero = tl.zeros((TILE, BLOCK_N), tl.float32)
+        g = _times_b(zero, left_gate, b_gate, has_gate, cols, is_col, PRECISION)
+        u = _times_b(zero, left_up, b_up, has_up, cols, is_col, PRECISION)
+        if MORE:
+            g = _times_more_b(
+                g, pages, v_gate, entries, entries64, num_sites, entry, count, cols, is_col, width,
+                ROWS, TILE, RANKS, CHUNK, ALIGN, PRECISION
+            )  # fmt: skip
+            u = _times_more_b(
+                u, pages, v_up, entries, entries64, num_sites, entry + 1, count, cols, is_col, width,
+                ROWS, TILE, RANKS, CHUNK, ALIGN, PRECISION
+            )  # fmt: skip
+        g, u = _with_delta(gate, g * factor_gate), _with_delta(up, u * factor_up)
         result = g * tl.sigmoid(g) * u
         tl.store(out + row * width + cols[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _read_halves(
-    own,
-    mask,
-    half,
-    pages,
-    v,
-    entries,
-    entries64,
-    entries_float,
-    num_sites,
-    entry,
-    count,
-    cols,
-    is_dim,
-    width,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    RANKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HALF: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Both halves of a head at `own` [TILE, HALF] float32, with what adapters add. Other arguments: `_expand`."""
-    a, b = tl.load(own, mask=mask, other=0.0), tl.load(own + half, mask=mask, other=0.0)
-    delta_a = _expand(
-        pages, v, entries, entries64, entries_float, num_sites, entry, count, cols, is_dim, width,
-        ROWS, TILE, RANKS, CHUNK, HALF, ALIGN, PRECISION
-    )  # fmt: skip
-    delta_b = _expand(
-        pages, v, entries, entries64, entries_float, num_sites, entry, count, cols + half, is_dim, width,
-        ROWS, TILE, RANKS, CHUNK, HALF, ALIGN, PRECISION
-    )  # fmt: skip
-    return _with_delta(a, delta_a), _with_delta(b, delta_b)
-
-
-@triton.jit
-def _site_of(head, num_heads, num_kv_heads):
-    """Site of a head (0 q, 1 k, 2 v), its place among the site's heads, and how many those are."""
-    site = (head >= num_heads).to(tl.int32) + (head >= num_heads + num_kv_heads).to(tl.int32)
-    within = head - tl.where(site == 0, 0, num_heads) - tl.where(site == 2, num_kv_heads, 0)
-    return site, within, tl.where(site == 0, num_heads, num_kv_heads)
+def _delta_half(
+    left, b_rows, is_rank, factor, pages, v, entries, entries64, num_sites, entry, count, cols, is_dim, width,
+    ROWS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr, MORE: tl.constexpr,
+    HALF: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """scale * v B at half a head [TILE, HALF] float32. Arguments: `_operands`, `_times_b`."""
+    total = _times_b(tl.zeros((TILE, HALF), tl.float32), left, b_rows, is_rank, cols, is_dim, PRECISION)
+    if MORE:
+        total = _times_more_b(
+            total, pages, v, entries, entries64, num_sites, entry, count, cols, is_dim, width,
+            ROWS, TILE, RANKS, CHUNK, ALIGN, PRECISION
+        )  # fmt: skip
+    return total * factor
 
 
 @triton.jit
@@ -327,7 +350,7 @@ def _store_halves(at, first, second, half, mask):
     tl.store(at + half, second.to(at.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_sites", "first_site", "num_places"])
+@triton.jit(do_not_specialize=["num_sites", "first_site", "num_places", "tiles0", "tiles1"])
 def rope_and_store_blocks(
     qkv,  # [rows, heads * 2 * half], row stride stride_qkv
     keys,  # a layer's keys: page stride stride_page, token stride stride_token
@@ -349,8 +372,10 @@ def rope_and_store_blocks(
     num_sites,
     first_site,
     num_places,
-    num_heads,
-    num_kv_heads,
+    tiles0,  # groups of heads of q, and of q and k
+    tiles1,
+    width0,  # columns of q, and of k
+    width1,
     stride_qkv,
     stride_page,
     stride_token,
@@ -362,25 +387,37 @@ def rope_and_store_blocks(
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    MORE: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (groups of HEADS heads, parts)."""
+    """Grid (groups of HEADS heads of a site, parts). v of a part is read once, unless there are MORE ranks."""
     skipped, row0, num_rows, first, count, place = _read_part(blocks, tl.program_id(1), ROWS, TILE)
+    site, width, offset, col = locate(tl.program_id(0), tiles0, tiles1, width0, width1, width1, HEADS * 2 * half)
     rows, dims = tl.arange(0, TILE), tl.arange(0, HALF)
     is_row, is_dim, row = rows < num_rows, dims < half, (row0 + rows).to(tl.int64)
     mask = is_row[:, None] & is_dim[None, :]
+    v_block = _v_of(v, site, num_places, place, skipped, ROWS, CHUNK)
+    entry = first * num_sites + first_site + site
+    left, b_rows, is_rank = _operands(
+        pages, v_block, entries, entries64, num_sites, entry, count, width, 0, ROWS, TILE, RANKS, CHUNK, ALIGN
+    )
+    factor = _entry(entries, entries_float, entry, count)
     c, s = _read_angles(cosine, sine, row_pos, row, is_row, dims, half, mask)
     cell, has_cell = _read_cells(row_page, row_offset, row, is_row, stride_page, stride_token)
-    end = tl.minimum(tl.program_id(0) * HEADS + HEADS, num_heads + 2 * num_kv_heads)
-    for head in tl.range(tl.program_id(0) * HEADS, end, num_stages=1):
-        site, within, heads = _site_of(head, num_heads, num_kv_heads)
-        own, cols = qkv + row[:, None] * stride_qkv + (head * (2 * half) + dims)[None, :], within * (2 * half) + dims
-        a, b = _read_halves(
-            own, mask, half, pages, _v_of(v, site, num_places, place, skipped, ROWS, CHUNK), entries, entries64,
-            entries_float, num_sites, first * num_sites + first_site + site, count, cols, is_dim, heads * (2 * half),
-            ROWS, TILE, RANKS, CHUNK, HALF, ALIGN, PRECISION
+    for first_col in tl.range(col, tl.minimum(col + HEADS * 2 * half, width), 2 * half, num_stages=1):
+        cols = first_col + dims
+        own = qkv + row[:, None] * stride_qkv + (offset + cols)[None, :]
+        a, b = tl.load(own, mask=mask, other=0.0), tl.load(own + half, mask=mask, other=0.0)
+        delta_a = _delta_half(
+            left, b_rows, is_rank, factor, pages, v_block, entries, entries64, num_sites, entry, count,
+            cols, is_dim, width, ROWS, TILE, RANKS, CHUNK, MORE, HALF, ALIGN, PRECISION
         )  # fmt: skip
+        delta_b = _delta_half(
+            left, b_rows, is_rank, factor, pages, v_block, entries, entries64, num_sites, entry, count,
+            cols + half, is_dim, width, ROWS, TILE, RANKS, CHUNK, MORE, HALF, ALIGN, PRECISION
+        )  # fmt: skip
+        a, b = _with_delta(a, delta_a), _with_delta(b, delta_b)
         turned, turned_too = _rotate(a, b, c, s, q_weight, k_weight, site, dims, half, eps, HAS_NORM)
         if site == 0:
             _store_halves(own, turned, turned_too, half, mask)
