@@ -40,7 +40,7 @@ def _arrangement(kernels: Json) -> dict[str, Any]:
     Of the arrangement that the result names as the engine's, else of the one with the smallest mean, which is said.
     """
     if "overlapped_over_base" in kernels or "over_base" not in kernels:
-        return {"overlapped_over_base": kernels.get("overlapped_over_base")}
+        return {name: kernels.get(name) for name in ("overlapped_over_base", "overlapped_arrangement")}
     measured = kernels["over_base"]
     name, best = min(measured.items(), key=lambda item: sum(item[1].values()))
     return {"overlapped_over_base": best, "overlapped_arrangement": f"best of {len(measured)} measured: {name}"}

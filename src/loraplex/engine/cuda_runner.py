@@ -137,12 +137,12 @@ class CudaRunner:
         wanted = graph_keys(self._buckets) if in_graphs else []
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
+            for chunks in (0, 1, 4):  # first, as it fails where FlashInfer cannot compile
+                self._warm_prompts(chunks)
             for done, key in enumerate(wanted, start=1):
                 self._graphs[key] = self._capture(key, pool)
                 if progress:
                     progress(done, len(wanted))
-            for chunks in (0, 1, 4):
-                self._warm_prompts(chunks)
             self._stream.synchronize()
 
     def _warm_prompts(self, chunks: int) -> None:

@@ -10,6 +10,7 @@ from loraplex.kernels.reference import TorchOps
 from loraplex.kernels.types import GPU_MAX_GROUP
 
 GPU_HEAD_DIMS = (64, 128, 256)  # FlashInfer's
+GPU_LEAST_CAPABILITY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ def _choose_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int, gro
     if group > GPU_MAX_GROUP:
         return OpsChoice(
             TorchOps(), f"the CUDA kernels serve {GPU_MAX_GROUP} query heads a key head, not {group}{slow}"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < GPU_LEAST_CAPABILITY:
+        return OpsChoice(
+            TorchOps(), f"the CUDA kernels need compute capability {GPU_LEAST_CAPABILITY}.0, not {major}.{minor}{slow}"
         )
     from loraplex.kernels.gpu.ops import CudaOps
 
