@@ -56,7 +56,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], keep: Filter | None = No
     """
     if not rows:
         return []
-    logprobs = [logits[i].log_softmax(-1) if row.params.logprobs is not None else None for i, row in enumerate(rows)]
+    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    logprobs = _pick(logits, asking).log_softmax(-1) if asking else None
     for i, row in enumerate(rows):
         _adjust(logits[i], row)
     if any(row.params.greedy for row in rows):
@@ -69,10 +70,17 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], keep: Filter | None = No
     if drawing:
         wanted = [rows[i] for i in drawing]
         shaped = (_pick(logits, drawing), _pick(best, drawing))
-        drawn = _draw(*shaped, wanted) if keep is None else draw_on_device(*shaped, wanted, keep).tolist()
-        for i, token in zip(drawing, drawn, strict=True):
+        found = _draw(*shaped, wanted) if keep is None else draw_on_device(*shaped, wanted, keep).tolist()
+        for i, token in zip(drawing, found, strict=True):
             tokens[i] = token
-    return [_describe(tokens[i], is_finite[i], logprobs[i], row.params.logprobs or 0) for i, row in enumerate(rows)]
+    drawn = [Sampled(token, is_finite=finite) for token, finite in zip(tokens, is_finite, strict=True)]
+    if logprobs is not None:
+        num_tops = [rows[i].params.logprobs or 0 for i in asking]
+        described = _describe(logprobs, [tokens[i] for i in asking], num_tops)
+        for i, one in zip(asking, described, strict=True):
+            if drawn[i].is_finite:
+                drawn[i] = one
+    return drawn
 
 
 def _pick(values: Tensor, rows: list[int]) -> Tensor:
@@ -80,12 +88,15 @@ def _pick(values: Tensor, rows: list[int]) -> Tensor:
     return values if len(rows) == values.shape[0] else values[rows]
 
 
-def _describe(token: int, is_finite: bool, logprobs: Tensor | None, num_top: int) -> Sampled:
-    if logprobs is None or not is_finite:
-        return Sampled(token, is_finite=is_finite)
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[0]))
-    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return Sampled(token, float(logprobs[token]), top)
+def _describe(logprobs: Tensor, tokens: list[int], num_tops: list[int]) -> list[Sampled]:
+    """Tokens with their log probability and those of the likeliest, each row as many as it asks for. [rows, vocab]."""
+    at = torch.tensor(tokens).to(logprobs.device)[:, None]
+    values, ids = logprobs.topk(min(max(num_tops), logprobs.shape[1]))
+    own, likeliest = logprobs.gather(1, at)[:, 0].tolist(), zip(ids.tolist(), values.tolist(), strict=True)
+    return [
+        Sampled(token, logprob, tuple(zip(top[:num], of_top[:num], strict=True)))
+        for token, logprob, (top, of_top), num in zip(tokens, own, likeliest, num_tops, strict=True)
+    ]
 
 
 def _numbers(values: list[float], like: Tensor) -> Tensor:
