@@ -53,7 +53,8 @@ test-gpu-sanitize:  ## Run a few GPU tests under compute-sanitizer
 	compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON_GPU) -m pytest $(SANITIZED)
 	compute-sanitizer --tool racecheck --error-exitcode 9 $(PYTHON_GPU) -m pytest $(SANITIZED)
 
-SANITIZED := tests/kernels/test_gpu_glue.py tests/kernels/test_gpu_sampling.py "tests/kernels/test_gpu_lora.py" -k "not graph"
+SANITIZED := tests/kernels/test_gpu_glue.py tests/kernels/test_gpu_sampling.py tests/kernels/test_gpu_lora.py \
+	tests/kernels/test_gpu_prefill.py tests/kernels/test_gpu_attention.py -k "not graph"
 
 bench-gpu:  ## Measure on one GPU: kernels, decode tax, mixed ranks, offline; then the summary
 	$(PYTHON_GPU) bench/bench_lora_kernels.py --out bench/results/h200_lora_kernels_$$(date +%F).json

@@ -37,7 +37,7 @@ from engine_runs import (
 )
 from llama8b import ByteModel
 from loraplex.engine import Engine
-from section_prefill import measure_prefill, show_prefill
+from section_prefill import measure_beside, measure_prefill, show_beside, show_prefill
 from section_rel_err import measure_rel_err, measure_rel_err_cut, show_rel_err
 from section_resident import measure_resident, show_resident
 
@@ -149,6 +149,7 @@ def read_options() -> argparse.Namespace:
 SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
     "decode_tax": (measure_decode_tax, show_decode_tax),
     "prefill": (measure_prefill, show_prefill),
+    "beside": (measure_beside, show_beside),
     "resident": (measure_resident, show_resident),
     "rel_err": (measure_rel_err, show_rel_err),
     "rel_err_cut": (measure_rel_err_cut, show_rel_err),

@@ -66,6 +66,8 @@ def _figures(results: Mapping[str, Json]) -> dict[str, Any]:
         "rel_err": _section(decode, "rel_err").get("max"),
         "rel_err_torch_bfloat16": _section(decode, "rel_err").get("max_torch_bfloat16"),
         "rel_err_few_layers": _section(decode, "rel_err_cut").get("max"),
+        "offline_tpot_over_base": offline.get("tpot_over_base"),
+        "rank_fit_intercept_over_base": mixes.get("intercept_over_base"),
         "prefill_over_base": _section(decode, "prefill").get("over_base"),
         "startup_s": _section(decode, "startup").get("seconds"),
         "startup_parts_s": {k: v for k, v in _section(decode, "startup").items() if k.endswith("_s")},

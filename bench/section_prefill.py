@@ -1,14 +1,78 @@
-"""What an adapter costs a chunk of 2048 prompt tokens (BENCH.md 3.4)."""
+"""What adapters cost a chunk of 2048 tokens: of one prompt, and of a prompt beside decoding rows."""
 
 import argparse
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from engine_runs import Adapters, Spread, make_requests, run_batch, say, shape_of, show_table
+from loraplex.core import AdapterRef, RequestId, RequestOutput
 from loraplex.engine import Engine
 
 CHUNK = 2048
 RANKS = (0, 16, 64)
 MIN_ROUNDS = 5
+
+
+def _beside_ms(engine: Engine, refs: Sequence[AdapterRef | None], tokens: int, seed: int) -> float:
+    """Milliseconds from asking until the first token of a prompt of the first adapter, while the others decode."""
+    vocab = engine.base.vocab_size
+    decoding = make_requests(refs[1:], 16, 64, vocab, seed=seed)
+    for request in decoding:
+        engine.add_request(request, time.monotonic())
+    num_tokens: dict[RequestId, int] = {}
+    while len(num_tokens) < len(decoding) or min(num_tokens.values()) < 3:
+        for result in engine.step(time.monotonic()):
+            assert isinstance(result, RequestOutput)
+            num_tokens[result.request_id] = result.num_output_tokens
+    (prompt,) = make_requests(refs[:1], tokens, 1, vocab, seed=seed + 1)
+    started = time.perf_counter()
+    engine.add_request(prompt, time.monotonic())
+    while not any(result.request_id == prompt.request_id for result in engine.step(time.monotonic())):
+        pass
+    seconds = time.perf_counter() - started
+    for request in decoding:
+        engine.abort(request.request_id)
+    while engine.has_work:
+        engine.step(time.monotonic())
+    return 1e3 * seconds
+
+
+def measure_beside(engine: Engine, adapters: Adapters, args: argparse.Namespace) -> dict[str, Any]:
+    """A prompt that fills what decoding rows leave of a chunk: no adapter, one for all rows, one for each row."""
+    tokens = min(CHUNK, engine.scheduler.config.max_step_tokens) - args.batch
+    every = adapters.take(16, args.batch)
+    kinds: dict[str, list[AdapterRef | None]] = {
+        "none": [None] * args.batch,
+        "one": [every[0]] * args.batch,
+        "distinct": [*every],
+    }
+    values: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(max(args.repeats, MIN_ROUNDS) + 1):
+        for name, refs in kinds.items():
+            took = _beside_ms(engine, refs, tokens, number)
+            if number:
+                values[name].append(took)
+    spreads = {name: Spread.of(ms) for name, ms in values.items()}
+    return {
+        "prompt_tokens": tokens,
+        "decoding": args.batch - 1,
+        "rank": 16,
+        "ms": {name: one.as_json() for name, one in spreads.items()},
+        "over_none": {name: one.median / spreads["none"].median for name, one in spreads.items()},
+    }
+
+
+def show_beside(section: dict[str, Any]) -> None:
+    rows = [
+        [name, f"{ms['median']:.2f}", f"{ms['range']:.2f}", f"{section['over_none'][name]:.3f}"]
+        for name, ms in section["ms"].items()
+    ]
+    show_table(
+        f"First token of {section['prompt_tokens']} tokens beside {section['decoding']} decoding rows, rank 16",
+        ("adapters", "ms", "range", "over none"),
+        rows,
+    )
 
 
 def measure_prefill(engine: Engine, adapters: Adapters, args: argparse.Namespace) -> dict[str, Any]:

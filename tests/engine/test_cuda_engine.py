@@ -156,6 +156,20 @@ def test_tokens_do_not_depend_on_the_adapters_beside_them(served: Served) -> Non
             assert torch.equal(mine, theirs)
 
 
+def test_tokens_do_not_depend_on_deeper_adapters_beside_them(served: Served) -> None:
+    """A row of one chunk of ranks beside rows of one chunk, and beside rows of eight: graphs of another kind run."""
+    prompts = [oracle.random_prompt(20, seed) for seed in range(8)]
+    seen = []
+    for other in (2, 4):
+        harness, refs = make_harness(served)
+        mix = [1, other, other, other, 1, other, other, other]
+        names = [harness.add(prompt, LONG, refs[which]) for prompt, which in zip(prompts, mix, strict=True)]
+        harness.run()
+        seen.append([torch.stack(harness.trace(names[i]).logits) for i in (0, 4)])
+    for mine, theirs in zip(*seen, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_random_draws_with_a_seed_repeat(served: Served) -> None:
     harness, refs = make_harness(served)
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)

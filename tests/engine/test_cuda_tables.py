@@ -1,5 +1,7 @@
 """The tables that a step on CUDA is described with, on the CPU."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -117,6 +119,15 @@ def test_programs_grow_with_the_rows() -> None:
         [8, 16, 32, 64],
         [8, 16, 32, 64, 128],
     ]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("chunks", [2, 3, 4, 5, 7, 8, 15, 16])
+def test_blocks_of_several_chunks_are_dealt_out_evenly(rows: int, chunks: int) -> None:
+    """Expand works at every block's first item; programs take every num_programs-th item."""
+    programs = find_key(rows, rows * chunks, several=True).programs
+    busy = Counter(first % programs for first in range(0, rows * chunks, chunks))
+    assert max(busy.values()) <= -(-rows // programs) + 1
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -157,6 +157,7 @@ def _rope(
     rope: RopeTable,
     norms: HeadNorms | None,
     kv: KvBatch,
+    tiles: prefill.PrefillTiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """qkv and pages after it, on the CPU."""
     pages, qkv = kv.pages.to(DEVICE).clone(), qkv.to(DEVICE).clone()
@@ -168,7 +169,7 @@ def _rope(
     if delta is None:
         glue.rope_and_store(qkv, None, shape, rope, norms, pages[:, 1, 0], pages[:, 1, 1], *where)
     else:
-        prefill.rope_and_store(qkv, delta, shape, rope, norms, pages[:, 1, 0], pages[:, 1, 1], *where)
+        prefill.rope_and_store(qkv, delta, shape, rope, norms, pages[:, 1, 0], pages[:, 1, 1], *where, tiles)
     return qkv.cpu(), pages.cpu()
 
 
@@ -193,6 +194,38 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, normed: bool, dtype
     assert torch.equal(got[base, :q_width], plain[base, :q_width])
     at = kv.page_table[kv.row_seq.long(), kv.row_pos.long() // 16].long()[base], kv.row_pos.long()[base] % 16
     assert torch.equal(pages[at[0], 1, :, at[1]], plain_pages[at[0], 1, :, at[1]])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_tiles_and_deeper_neighbours_change_no_bit_of_what_expands(dtype: torch.dtype) -> None:
+    """A row of one chunk alone runs with narrow tiles and products of 16 ranks, beside a deep adapter with others."""
+    heads, kv_heads, dim, width = 8, 2, 128, 1024
+    shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, 0)
+    rope = RopeTable(randn(64, dim // 2, dtype=torch.float32, seed=6), randn(64, dim // 2, dtype=torch.float32, seed=7))
+    outs = (heads * dim, kv_heads * dim, kv_heads * dim)
+    for ranks in ([16, 8, 4], [16, 16, 16]):
+        seen = []
+        for deep in (7, 64, 128):
+            sizes = {"d_in": 2048, "ranks": [ranks, [deep] * 3], "slots": [0, 1], "rows": [3, 20]}
+            x = randn(23, 2048, dtype=dtype, seed=1)
+            case = aligned(make_lora_case(dtype, d_outs=outs, **sizes))
+            case = replace(case, x=x, y=randn(23, sum(outs), dtype=dtype, seed=2))
+            kv = make_kv_batch(
+                dtype, layers=2, kv_heads=kv_heads, head_dim=dim, page_tokens=16, lengths=[5, 40], new_rows=[3, 20]
+            )
+            for tiles in (None, prefill.TILES, prefill.NARROW_TILES):
+                qkv, _ = _rope(case.y, shrink(case, align=8), shape, rope, None, kv, tiles)
+                two = sizes | {"ranks": [ranks[:2], [deep] * 2]}
+                pair = aligned(make_lora_case(dtype, d_outs=(width, width), **two))
+                pair = replace(pair, x=x, y=randn(23, 2 * width, dtype=dtype, seed=3))
+                out = torch.empty(23, width, dtype=dtype, device=DEVICE)
+                prefill.silu_and_mul(pair.y.to(DEVICE), shrink(pair, align=8), out, tiles)
+                seen.append((qkv[:3, : heads * dim], out[:3].cpu()))
+        for qkv, out in seen[1:]:
+            assert torch.equal(qkv, seen[0][0])
+            assert torch.equal(out, seen[0][1])
 
 
 def test_row_without_a_page_stores_nothing() -> None:

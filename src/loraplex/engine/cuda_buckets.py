@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _PROGRAM_BUCKETS = (8, 16, 32, 64, 128)  # programs along a work list; the last serves longer lists too
+_SEVERAL_PROGRAMS = {8: 13, 16: 31, 32: 61, 64: 127, 128: 251}  # primes
 
 
 def row_buckets(max_seqs: int) -> list[int]:
@@ -29,13 +30,19 @@ class GraphKey:
     several: bool = False
 
 
+def _several(rows: int) -> GraphKey:
+    """The graph for adapters of several chunks. Lists are long, and expand works at the first item of a block only: a
+    prime number of programs deals those out evenly, however many items they stand apart."""
+    return GraphKey(rows, _SEVERAL_PROGRAMS[program_buckets(rows)[-1]], several=True)
+
+
 def graph_keys(buckets: Sequence[int]) -> list[GraphKey]:
-    """Every graph to capture, largest first. Lists of adapters of several chunks are long: one graph a bucket."""
+    """Every graph to capture, largest first."""
     return [
         key
         for rows in reversed(buckets)
         for key in (
-            GraphKey(rows, program_buckets(rows)[-1], several=True),
+            _several(rows),
             *(GraphKey(rows, programs) for programs in reversed(program_buckets(rows))),
             GraphKey(rows),
         )
@@ -46,7 +53,7 @@ def find_key(rows: int, longest: int, several: bool) -> GraphKey:
     """The graph for a bucket of `rows` rows, and lists of up to `longest` items; 0 is a step without adapters."""
     if not longest:
         return GraphKey(rows)
-    programs = program_buckets(rows)
     if several:
-        return GraphKey(rows, programs[-1], several=True)
+        return _several(rows)
+    programs = program_buckets(rows)
     return GraphKey(rows, programs[min(bisect_left(programs, longest), len(programs) - 1)])

@@ -18,10 +18,12 @@ class PrefillAdapters:
         self._linears = linears
         self._num_sites = num_sites
         self._align = align
+        self._blocks, self._entries = 0, 0
         self._grow(_LEAST_BLOCKS, _LEAST_ENTRIES)
 
     def _grow(self, blocks: int, entries: int) -> None:
-        sizes = self._num_sites, _power_of_2(blocks), _power_of_2(entries)
+        self._blocks, self._entries = max(self._blocks, _power_of_2(blocks)), max(self._entries, _power_of_2(entries))
+        sizes = self._num_sites, self._blocks, self._entries
         pinned = self._pages.is_cuda
         self._host = RowBlocks.empty(*sizes, pin_memory=pinned, align=self._align)
         self._tables = RowBlocks.empty(*sizes, self._pages.device, align=self._align)

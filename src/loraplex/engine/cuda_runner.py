@@ -22,6 +22,7 @@ from loraplex.engine.runner import Step, StepDone, StepInFlight
 from loraplex.kernels import KvBatch, LoraBatch
 from loraplex.kernels.gpu import (
     DECODE_ROWS,
+    WARM_CHUNKS,
     BoundLora,
     BoundPrefill,
     WorkItems,
@@ -38,7 +39,7 @@ from loraplex.model import Decoder, DeviceBatch, Sampled, SamplingRow, draw_on_d
 from loraplex.scheduler import ScheduledChunk, StepPlan
 from loraplex.scheduler import Sequence as SequenceState
 
-MAX_ITEMS = 1024  # of a list in a graph; longer ones run launch by launch
+MAX_ITEMS = 4096  # of a list in a graph, 256 rows of as many adapters of rank 256; longer ones run as prompts do
 _RESULTS = 3  # steps whose results may be unread at once, and one more
 _Progress = Callable[[int, int], None]
 
@@ -137,7 +138,7 @@ class CudaRunner:
         wanted = graph_keys(self._buckets) if in_graphs else []
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
-            for chunks in (0, 1, 4):  # first, as it fails where FlashInfer cannot compile
+            for chunks in (0, *WARM_CHUNKS):  # first, as it fails where FlashInfer cannot compile
                 self._warm_prompts(chunks)
             for done, key in enumerate(wanted, start=1):
                 self._graphs[key] = self._capture(key, pool)

@@ -44,6 +44,7 @@ def _make_runner(base: LoadedBase, buffer: PageBuffer, progress: Progress | None
     if not base.decoder.ops.in_graphs:
         return EagerRunner(base.decoder, buffer)
     from loraplex.engine.cuda_runner import CudaRunner
+    from loraplex.kernels.gpu.attention import KernelsNotBuilt
 
     try:
         runner = CudaRunner(base.decoder, buffer, base.scheduler_config.max_num_seqs)
@@ -52,6 +53,10 @@ def _make_runner(base: LoadedBase, buffer: PageBuffer, progress: Progress | None
         raise ConfigError(
             "The GPU's memory ends before everything is captured; lower --gpu-memory-utilization, --memory or "
             "--kv-pages, or --max-num-seqs."
+        ) from error
+    except KernelsNotBuilt as error:
+        raise ConfigError(
+            f"{error} It needs nvcc at the first start (a CUDA toolkit; CUDA_HOME says where), or use --device cpu."
         ) from error
     return runner
 

@@ -11,12 +11,13 @@ from loraplex.kernels.gpu.lora import (
     lora_delta,
     partial_sums,
 )
-from loraplex.kernels.gpu.prefill import BoundPrefill
+from loraplex.kernels.gpu.prefill import WARM_CHUNKS, BoundPrefill
 from loraplex.kernels.gpu.prefill import room as prefill_room
 
 __all__ = [
     "DECODE_ROWS",
     "PREFILL_ROWS",
+    "WARM_CHUNKS",
     "BlockCounts",
     "BoundLora",
     "BoundPrefill",

@@ -50,6 +50,11 @@ class PrefillTiles:
     rope_warps: int = 4
     rope_registers: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("shrink", "add", "silu", "rope"):
+            rows, warps = getattr(self, f"{name}_rows"), getattr(self, f"{name}_warps")
+            assert 16 * warps <= rows, f"{name}: {warps} warps for {rows} rows"
+
 
 TILES = PrefillTiles()  # where an adapter has several chunks of ranks
 NARROW_TILES = replace(  # where each has one
@@ -88,6 +93,9 @@ def room(linears: Iterable[tuple[LoraSite, ...]], counts: BlockCounts, block_row
     sizes = [(len(sites), _splits(sites[0].d_in)) for sites in linears]
     place = counts.places * block_rows * CHUNK
     return max(n * splits for n, splits in sizes) * place, max(n for n, _ in sizes) * place
+
+
+WARM_CHUNKS = (1, _EXPAND_RANKS // CHUNK, _EXPAND_RANKS // CHUNK + 1)  # of an adapter: each has kernels of its own
 
 
 def _expand_ranks(bound: BoundPrefill) -> int:
