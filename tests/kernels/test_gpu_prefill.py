@@ -196,6 +196,12 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, normed: bool, dtype
     assert torch.equal(pages[at[0], 1, :, at[1]], plain_pages[at[0], 1, :, at[1]])
 
 
+def same_inputs(case: LoraCase, x: torch.Tensor) -> LoraCase:
+    """The case with inputs that do not follow from how many weights were drawn before."""
+    y = randn(*case.y.shape, dtype=case.y.dtype, seed=2)
+    return replace(case, x=x, y=y, lora=replace(case.lora, scale=torch.full_like(case.lora.scale, 2.0)))
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -211,7 +217,7 @@ def test_tiles_and_deeper_neighbours_change_no_bit_of_what_expands(dtype: torch.
             sizes = {"d_in": 2048, "ranks": [ranks, [deep] * 3], "slots": [0, 1], "rows": [3, 20]}
             x = randn(23, 2048, dtype=dtype, seed=1)
             case = aligned(make_lora_case(dtype, d_outs=outs, **sizes))
-            case = replace(case, x=x, y=randn(23, sum(outs), dtype=dtype, seed=2))
+            case = same_inputs(case, x)
             kv = make_kv_batch(
                 dtype, layers=2, kv_heads=kv_heads, head_dim=dim, page_tokens=16, lengths=[5, 40], new_rows=[3, 20]
             )
@@ -219,7 +225,7 @@ def test_tiles_and_deeper_neighbours_change_no_bit_of_what_expands(dtype: torch.
                 qkv, _ = _rope(case.y, shrink(case, align=8), shape, rope, None, kv, tiles)
                 two = sizes | {"ranks": [ranks[:2], [deep] * 2]}
                 pair = aligned(make_lora_case(dtype, d_outs=(width, width), **two))
-                pair = replace(pair, x=x, y=randn(23, 2 * width, dtype=dtype, seed=3))
+                pair = same_inputs(pair, x)
                 out = torch.empty(23, width, dtype=dtype, device=DEVICE)
                 prefill.silu_and_mul(pair.y.to(DEVICE), shrink(pair, align=8), out, tiles)
                 seen.append((qkv[:3, : heads * dim], out[:3].cpu()))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _PROGRAM_BUCKETS = (8, 16, 32, 64, 128)  # programs along a work list; the last serves longer lists too
-_SEVERAL_PROGRAMS = {8: 13, 16: 31, 32: 61, 64: 127, 128: 251}  # primes
+_SEVERAL_PROGRAMS = ((13, 13), (31, 40), (61, 130), (127, 400), (251, 0))  # primes, and the longest list for each
 
 
 def row_buckets(max_seqs: int) -> list[int]:
@@ -30,10 +30,21 @@ class GraphKey:
     several: bool = False
 
 
-def _several(rows: int) -> GraphKey:
-    """The graph for adapters of several chunks. Lists are long, and expand works at the first item of a block only: a
-    prime number of programs deals those out evenly, however many items they stand apart."""
-    return GraphKey(rows, _SEVERAL_PROGRAMS[program_buckets(rows)[-1]], several=True)
+def several_buckets(max_rows: int) -> list[int]:
+    """Programs of the graphs to capture where adapters have several chunks of ranks.
+
+    Expand works at the first item of a block only: a prime number of programs deals those out evenly, however many
+    items they stand apart. More than the rows are for lists as long as several chunks make them.
+    """
+    most = 2 * program_buckets(max_rows)[-1]
+    return [count for count, _ in _SEVERAL_PROGRAMS if most / 8 < count < most]
+
+
+def _several(rows: int, longest: int) -> GraphKey:
+    """The graph for lists of up to `longest` items of adapters of several chunks."""
+    wanted = next((count for count, limit in _SEVERAL_PROGRAMS if longest <= limit), _SEVERAL_PROGRAMS[-1][0])
+    buckets = several_buckets(rows)
+    return GraphKey(rows, buckets[min(bisect_left(buckets, wanted), len(buckets) - 1)], several=True)
 
 
 def graph_keys(buckets: Sequence[int]) -> list[GraphKey]:
@@ -42,7 +53,7 @@ def graph_keys(buckets: Sequence[int]) -> list[GraphKey]:
         key
         for rows in reversed(buckets)
         for key in (
-            _several(rows),
+            *(GraphKey(rows, programs, several=True) for programs in reversed(several_buckets(rows))),
             *(GraphKey(rows, programs) for programs in reversed(program_buckets(rows))),
             GraphKey(rows),
         )
@@ -54,6 +65,6 @@ def find_key(rows: int, longest: int, several: bool) -> GraphKey:
     if not longest:
         return GraphKey(rows)
     if several:
-        return _several(rows)
+        return _several(rows, longest)
     programs = program_buckets(rows)
     return GraphKey(rows, programs[min(bisect_left(programs, longest), len(programs) - 1)])
