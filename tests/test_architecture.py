@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "model": {"core", "kernels"},
     "engine": {"core", "adapters", "pool", "scheduler", "kernels", "model"},
-    "server": {"core", "adapters"},
+    "server": {"core", "adapters", "registry"},
     "fleet": {"core", "server", "engine"},
     "planner": {"core", "adapters", "pool", "scheduler"},
 }

@@ -62,7 +62,7 @@ async def test_error_in_a_stream_is_on_the_line(
     engine.error, engine.error_after = RuntimeError("it broke"), 2
     await client.post("/v1/completions", json=completion(stream=True))
     line = lines(log_stream)[-1]
-    assert (line["status"], line["stream_error"], line["output_tokens"]) == (200, "internal_error", 2)
+    assert (line["status"], line["error_code"], line["output_tokens"]) == (200, "internal_error", 2)
 
 
 async def test_model_name_cannot_forge_a_line(client: httpx.AsyncClient, log_stream: io.StringIO) -> None:

@@ -95,7 +95,7 @@ def launch(
         if warning is not None:
             say(console, warning, style="yellow")
     client = AsyncEngine(engine)
-    app = create_app(client, models.catalog, server_config)
+    app = create_app(client, models, server_config)
     client.start()
     return Launched(app, client, models, base, started_s)
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from loraplex.adapters import Adapter
 from loraplex.core import (
+    AdapterDigest,
     BaseDescription,
     ChatMessage,
     EngineDead,
@@ -83,6 +85,13 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Keep an adapter in host memory, ready for requests; also one that was retired. Raises AdapterRefused."""
+        self.engine.add_adapter(adapter)
+
+    def retire_adapter(self, digest: AdapterDigest) -> None:
+        self.engine.retire_adapter(digest)
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         if not self._thread.is_alive() or self._stopping:

@@ -96,7 +96,7 @@ class StreamOptions(Strict):
 class GenerationBody(Body):
     """What both generating routes share: OpenAI's sampling fields and vLLM's. Ranges are checked by SamplingParams."""
 
-    model: str = Field(min_length=1, max_length=limits.MAX_MODEL_NAME_CHARS)
+    model: str | None = Field(default=None, min_length=1, max_length=limits.MAX_MODEL_NAME_CHARS)
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0

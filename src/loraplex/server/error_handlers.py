@@ -1,0 +1,24 @@
+"""Handlers of what routes raise before an answer has begun: the answer, and its code on the request's log line."""
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.server.context import context_of
+from loraplex.server.errors import http_error_reply, reply_for
+
+
+async def handle_loraplex_error(request: Request, error: Exception) -> Response:
+    """Starlette handler of every LoraplexError."""
+    reply = reply_for(error)
+    context_of(request).error_code = reply.code
+    return reply.response()
+
+
+async def handle_http_error(request: Request, error: Exception) -> Response:
+    """Starlette handler of HTTPException: routing and body limits."""
+    if not isinstance(error, HTTPException):
+        return await handle_loraplex_error(request, error)
+    reply = http_error_reply(request, error)
+    context_of(request).error_code = reply.code
+    return reply.response(error.headers)
