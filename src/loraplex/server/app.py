@@ -13,6 +13,7 @@ from structlog.typing import FilteringBoundLogger
 
 from loraplex.core import ConfigError, LoraplexError, ModelNotFound
 from loraplex.registry import Registry
+from loraplex.server.admin_routes import ADMIN_ROUTES
 from loraplex.server.auth import Authenticate, guard, registry_keys, single_key
 from loraplex.server.body import limited
 from loraplex.server.callers import Access
@@ -25,6 +26,7 @@ from loraplex.server.metrics import Metrics
 from loraplex.server.registry_catalog import RegistryCatalog
 from loraplex.server.routes import ROUTES, metrics
 from loraplex.server.routing import RouteSpec
+from loraplex.server.runtime_routes import RUNTIME_ROUTES
 from loraplex.server.service import NUM_QUERY_THREADS, Service
 from loraplex.server.threads import WorkerThreads
 
@@ -55,7 +57,7 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
     local_models = None if isinstance(models, Registry) else models
     catalog: LocalCatalog | RegistryCatalog
     if isinstance(models, Registry):
-        catalog = RegistryCatalog(models, engine, queries, config.adapter_limits, config.max_host_adapters)
+        catalog = RegistryCatalog(models, engine, queries, config.max_host_adapters)
     else:
         _check_same_base(engine, models)
         catalog = LocalCatalog(models)
@@ -85,9 +87,12 @@ def _check_same_base(engine: ServingEngine, models: LocalModels) -> None:
 
 def route_table(service: Service) -> tuple[RouteSpec, ...]:
     """All routes of a server, with who may use them."""
-    if service.registry is None or service.config.public_metrics:
-        return ROUTES
-    return tuple(replace(spec, access=Access.OPERATOR) if spec.handler is metrics else spec for spec in ROUTES)
+    table = ROUTES
+    if service.registry is not None:
+        table += ADMIN_ROUTES
+        if not service.config.public_metrics:
+            table = tuple(replace(spec, access=Access.OPERATOR) if spec.handler is metrics else spec for spec in table)
+    return table + RUNTIME_ROUTES if service.config.adapter_roots is not None else table
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loraplex.adapters import AdapterLimits
 from loraplex.core import ConfigError, limits
 
 MIN_API_KEY_CHARS = 8
@@ -17,7 +16,7 @@ class ServerConfig:
     `api_key` None leaves the routes open to whoever reaches the port. `stall_timeout_s` is how long a reader may refuse
     bytes before its stream is cancelled; `body_timeout_s` how long a client may take to send a body.
 
-    `adapter_limits` and `max_host_adapters` bound what is read from a registry. `adapter_roots` are the directories
+    `max_host_adapters` is how many adapters of a registry are kept in host memory. `adapter_roots` are the directories
     below which operators may load adapters at run time; None: not at all. `public_metrics` opens /metrics to callers
     without a key also where there is a registry, whose adapter names it shows.
     """
@@ -27,7 +26,6 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
     access_log: bool = True
-    adapter_limits: AdapterLimits = field(default_factory=AdapterLimits)
     max_host_adapters: int = 256
     adapter_roots: tuple[Path, ...] | None = None
     public_metrics: bool = False

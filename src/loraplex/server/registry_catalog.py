@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from loraplex.adapters import AdapterLimits
 from loraplex.core.registry_errors import Unauthenticated
 from loraplex.registry import ModelPage, Principal, Registry, ResolvedVersion
 from loraplex.server.callers import Caller
@@ -20,13 +19,11 @@ class RegistryCatalog:
         registry: Registry,
         engine: ServingEngine,
         threads: WorkerThreads,
-        limits: AdapterLimits,
         max_host_adapters: int,
     ) -> None:
         self._registry = registry
         self._engine = engine
         self._threads = threads
-        self._limits = limits
         self._host = HostAdapters(engine, max_host_adapters)
 
     async def acquire(self, caller: Caller, model: str | None) -> ModelLease:
@@ -34,7 +31,7 @@ class RegistryCatalog:
         if found is None:
             return ModelLease(None)
         digest, source = found.ref.digest, found.artifact
-        load = partial(self._registry.load, found, self._engine.base, self._limits)
+        load = partial(self._registry.load, found, self._engine.base, self._registry.adapter_limits)
         load_s = await self._host.acquire(digest, source, load)
         release = partial(self._host.release, digest)
         return ModelLease(found.ref, load_s is not None, load_s or 0.0, release)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from loraplex.core import limits
 
+MAX_PATH_CHARS = 4096
 Neutral = Mapping[str, tuple[object, ...]]
 
 _COMMON_UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -182,3 +183,19 @@ class DetokenizeBody(Body):
 
     model: str | None = Field(default=None, max_length=limits.MAX_MODEL_NAME_CHARS)
     tokens: Annotated[list[int], FailFast()] = Field(max_length=limits.MAX_DETOKENIZED_TOKENS)
+
+
+class LoadAdapterBody(Body):
+    """POST /v1/load_lora_adapter. What is empty or missing gets vLLM's answer, not that of a schema."""
+
+    lora_name: str = Field(default="", max_length=limits.MAX_MODEL_NAME_CHARS)
+    lora_path: str = Field(default="", max_length=MAX_PATH_CHARS)
+    load_inplace: bool = False
+    base_fingerprint: str | None = Field(default=None, min_length=64, max_length=64, pattern="^[0-9a-f]*$")
+
+
+class UnloadAdapterBody(Body):
+    """POST /v1/unload_lora_adapter. Adapters have no numbers here, so `lora_int_id` finds nothing."""
+
+    lora_name: str = Field(default="", max_length=limits.MAX_MODEL_NAME_CHARS)
+    lora_int_id: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
