@@ -5,7 +5,6 @@ import os
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from loraplex.cli.launch import LoraModule, launch, ready_line
 from loraplex.cli.listen import bind_sockets, run_bound
 from loraplex.cli.progress import progress_bar
 from loraplex.cli.say import say
+from loraplex.cli.tables import describe_targets
 from loraplex.core import ConfigError
 
 QUESTIONS = ("What is the capital of France?", "How do I boil an egg?")
@@ -97,17 +97,6 @@ def ask_all(url: str, models: list[str]) -> tuple[list[DemoAnswer], float]:
         pending = [clients.submit(ask, url, model, question) for question in QUESTIONS for model in models]
         answers = [one.result() for one in pending]
     return answers, time.perf_counter() - started
-
-
-_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-
-
-def describe_targets(targets: Sequence[str]) -> str:
-    """Adapted projections in few letters: "all", "attention", "mlp" or "q,v"."""
-    for name, group in (("all", _ATTENTION + _MLP), ("attention", _ATTENTION), ("mlp", _MLP)):
-        if set(targets) == set(group):
-            return name
-    return ",".join(target.removesuffix("_proj") for target in targets)
 
 
 def show(console: Console, answers: list[DemoAnswer], ranks: dict[str, str], seconds: float) -> None:

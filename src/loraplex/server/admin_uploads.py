@@ -4,7 +4,7 @@ The names that a client gives its files are never looked at. Each part has a har
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +38,7 @@ class UploadForm:
         "_file",
         "_files",
         "_header",
+        "_is_complete",
         "_limits",
         "_name",
         "_parser",
@@ -57,7 +58,7 @@ class UploadForm:
         self._file: IO[bytes] | None = None
         self._field = bytearray()
         self._room = 0
-        callbacks: dict[str, Callable[..., None]] = {
+        callbacks: Any = {
             "on_part_begin": self._begin_part,
             "on_header_begin": self._begin_header,
             "on_header_field": lambda data, start, end: self._header[0].extend(data[start:end]),
@@ -67,7 +68,7 @@ class UploadForm:
             "on_part_data": self._take,
             "on_end": self._end,
         }
-        self._parser: Any = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+        self._parser = MultipartParser(boundary, callbacks)
 
     def __enter__(self) -> "UploadForm":
         return self
@@ -157,7 +158,7 @@ def boundary_of(http: Request) -> bytes:
     from python_multipart.multipart import parse_options_header
 
     kind, options = parse_options_header(http.headers.get("content-type", ""))
-    boundary = options.get(b"boundary", b"")
+    boundary: bytes = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 0 < len(boundary) <= _MAX_BOUNDARY_CHARS:
         shown = kind.decode("latin-1")
         raise HTTPException(415, f"Content-Type must be multipart/form-data with a boundary, got {shown!r:.80}.")

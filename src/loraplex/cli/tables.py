@@ -1,0 +1,145 @@
+"""Tables of the administrator's commands."""
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from loraplex.cli.admin_command import show_time
+from loraplex.cli.sizes import format_size
+from loraplex.server.admin_views import (
+    AdapterDetailView,
+    AdapterView,
+    AuditEntryView,
+    FindingView,
+    KeyView,
+    TenantView,
+    VerificationView,
+    VersionView,
+)
+
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_SHORT = 12  # digits of a digest
+
+
+def describe_targets(targets: Sequence[str]) -> str:
+    """Adapted projections in few letters: "all", "attention", "mlp" or "q,v"."""
+    for name, group in (("all", _ATTENTION + _MLP), ("attention", _ATTENTION), ("mlp", _MLP)):
+        if set(targets) == set(group):
+            return name
+    return ",".join(target.removesuffix("_proj") for target in targets)
+
+
+def adapter_table(adapters: Iterable[AdapterView]) -> Table:
+    """Every adapter with the facts of its active version, or of its latest where none is active."""
+    table = _table("adapter", "active", "latest", "state", "base", "rank", "targets", "bytes", "digest")
+    for adapter in adapters:
+        version, latest = adapter.active_version or adapter.latest_version, adapter.latest_version
+        facts = _facts(version) if version is not None else ["-"] * 6
+        if adapter.deleted:
+            facts[0] = "deleted"
+        _add(table, f"{adapter.tenant}/{adapter.name}", _or_dash(adapter.active), latest and latest.version, *facts)
+    return table
+
+
+def version_table(versions: Iterable[VersionView], active: int | None) -> Table:
+    """All versions of one adapter."""
+    table = _table("version", "state", "base", "rank", "targets", "bytes", "digest", "made", "by")
+    for version in versions:
+        number = f"{version.version} (active)" if version.version == active else version.version
+        _add(table, number, *_facts(version), show_time(version.created_at), version.created_by)
+    return table
+
+
+def verification_table(verifications: Iterable[VerificationView]) -> Table:
+    """Attempts of the gate."""
+    table = _table("version", "verification", "difference", "tolerance", "KL (nats)", "effect", "at", "by")
+    for one in verifications:
+        outcome = "skipped" if one.skipped else "passed" if one.passed else "failed"
+        figures = (one.max_logit_difference, one.tolerance, one.kl, one.effect)
+        _add(table, one.version, outcome, *map(_figure, figures), show_time(one.at), one.by)
+    return table
+
+
+def move_table(detail: AdapterDetailView) -> Table:
+    """How the name moved from version to version."""
+    table = _table("move", "from", "to", "at", "by")
+    for move in detail.moves:
+        _add(table, move.action, move.from_version, move.to_version, show_time(move.at), move.by)
+    return table
+
+
+def tenant_table(tenants: Iterable[TenantView]) -> Table:
+    """Tenants and whether they are switched on."""
+    table = _table("tenant", "made", "disabled")
+    for tenant in tenants:
+        _add(table, tenant.tenant, show_time(tenant.created_at), show_time(tenant.disabled_at))
+    return table
+
+
+def key_table(keys: Iterable[KeyView]) -> Table:
+    """Keys without their secrets."""
+    table = _table("key", "role", "bound to", "made", "by", "expires", "revoked")
+    for key in keys:
+        times = show_time(key.expires_at), show_time(key.revoked_at)
+        _add(table, key.key_id, key.role.value, key.bound_adapter, show_time(key.created_at), key.created_by, *times)
+    return table
+
+
+def audit_table(entries: Iterable[AuditEntryView]) -> Table:
+    """What happened, oldest first."""
+    table = _table("entry", "at", "by", "action", "details")
+    for entry in entries:
+        details = ", ".join(f"{name}={_detail(value)}" for name, value in entry.details.items() if value is not None)
+        _add(table, entry.seq, show_time(entry.at), entry.actor, entry.action, details)
+    return table
+
+
+def finding_table(findings: Iterable[FindingView]) -> Table:
+    """What is wrong with an audit log."""
+    table = _table("finding", "chain", "entry", "message")
+    for one in findings:
+        _add(table, one.kind.value, one.chain, one.seq, one.message)
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _add(table: Table, *cells: object) -> None:
+    """A row; names and notes may hold what rich would take for markup."""
+    table.add_row(*(escape(str(_or_dash(cell))) for cell in cells))
+
+
+def _facts(version: VersionView) -> list[object]:
+    """State, base, rank, targets, bytes and digest."""
+    base = version.base_fingerprint[:_SHORT] + ("" if version.base_verified or version.refusal else " unverified")
+    return [
+        version.state.value if version.refusal is None else f"refused {version.refusal}",
+        base,
+        version.rank,
+        describe_targets(version.targets) if version.targets is not None else None,
+        format_size(version.bytes) if version.bytes is not None else None,
+        version.digest[:_SHORT] if version.digest is not None else None,
+    ]
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _detail(value: object) -> str:
+    """A detail in a table's cell: hashes are cut, as nobody reads 64 digits."""
+    if isinstance(value, list):
+        return "+".join(_detail(one) for one in value)
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{text[:_SHORT]}..." if len(text) == 64 and set(text) <= set("0123456789abcdef") else text
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value
