@@ -1,5 +1,6 @@
 """OpenAI-compatible HTTP over one engine: routes, callers, strict bodies, identity of what ran, metrics, access log."""
 
+from loraplex.server.adapter_roots import check_roots
 from loraplex.server.app import create_app
 from loraplex.server.callers import Access, Caller
 from loraplex.server.catalog import ModelCatalog, ModelEntry, ModelLease
@@ -22,6 +23,7 @@ __all__ = [
     "ServerConfig",
     "ServingEngine",
     "build_server",
+    "check_roots",
     "create_app",
     "serve",
 ]
