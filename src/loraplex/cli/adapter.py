@@ -71,7 +71,7 @@ def add(
     Ends with status 1 if the comparison fails; the version is kept then, and cannot be activated.
     """
     _check_claim(base_fingerprint, base_unverified)
-    owner = tenant if tenant is not None else own_tenant(session, "--tenant")
+    owner = tenant if tenant is not None else own_tenant(session, "give --tenant NAME")
     where = LocalBase(base, served_model_name, device) if base is not None else None
     expected = _expected(session, owner, name, expect) if activate else None
     with _directory(session, source) as found:

@@ -21,7 +21,7 @@ def list_(
     last: Annotated[int | None, _Last] = None,
 ) -> None:
     """List what was changed, oldest first."""
-    owner = tenant if tenant is not None else own_tenant(session, "--tenant")
+    owner = tenant if tenant is not None else own_tenant(session, "give --tenant NAME")
     entries = _entries(session, owner)
     entries = entries[-last:] if last is not None else entries
     document = {"tenant": owner, "entries": [entry.model_dump(mode="json") for entry in entries]}

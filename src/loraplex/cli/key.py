@@ -56,4 +56,4 @@ def revoke(
 
 
 def _tenant(session: Session, tenant: str | None) -> str:
-    return tenant if tenant is not None else own_tenant(session, "--tenant")
+    return tenant if tenant is not None else own_tenant(session, "give --tenant NAME")

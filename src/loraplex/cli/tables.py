@@ -91,7 +91,7 @@ def audit_table(entries: Iterable[AuditEntryView]) -> Table:
     """What happened, oldest first."""
     table = _table("entry", "at", "by", "action", "details")
     for entry in entries:
-        details = ", ".join(f"{name}={_detail(value)}" for name, value in entry.details.items() if value is not None)
+        details = ", ".join(f"{name}={_detail(name, value)}" for name, value in entry.details.items() if value is not None)
         _add(table, entry.seq, show_time(entry.at), entry.actor, entry.action, details)
     return table
 
@@ -133,11 +133,13 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _detail(value: object) -> str:
-    """A detail in a table's cell: hashes are cut, as nobody reads 64 digits."""
+def _detail(name: str, value: object) -> str:
+    """A detail in a table's cell: times are written out, hashes cut, as nobody reads 64 digits."""
     if isinstance(value, list):
-        return "+".join(_detail(one) for one in value)
-    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+        return "+".join(_detail(name, one) for one in value)
+    if isinstance(value, float):
+        return show_time(value) if name.endswith("_at") else f"{value:.3g}"
+    text = str(value)
     return f"{text[:_SHORT]}..." if len(text) == 64 and set(text) <= set("0123456789abcdef") else text
 
 
