@@ -16,7 +16,7 @@ from loraplex.registry.uploads import MAX_UPLOADS, Uploads
 from loraplex.server.admin_uploads import UploadForm
 from tests.cli.hostile import GOOD_CONFIG, GOOD_WEIGHTS, Hostile, hostile_files, leftovers
 from tests.registry.conftest import make_world  # noqa: F401  (a fixture)
-from tests.registry.helpers import OPERATOR, MakeWorld, World
+from tests.registry.helpers import OPERATOR, MakeWorld, World, check_here
 
 from .admin_site import FINGERPRINT, AdminSite, form
 from .helpers import assert_error
