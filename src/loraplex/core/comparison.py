@@ -27,5 +27,7 @@ class AdapterComparison:
     @classmethod
     def of(cls, max_logit_difference: float, kl: float, effect: float, tolerance: float) -> "AdapterComparison":
         """With `LARGEST` in place of figures that are not finite; a tolerance that is not finite becomes 0."""
-        figures = (value if math.isfinite(value) else cls.LARGEST for value in (max_logit_difference, kl, effect))
-        return cls(*figures, tolerance if math.isfinite(tolerance) else 0.0)
+        difference, divergence, change = (
+            value if math.isfinite(value) else cls.LARGEST for value in (max_logit_difference, kl, effect)
+        )
+        return cls(difference, divergence, change, tolerance if math.isfinite(tolerance) else 0.0)
