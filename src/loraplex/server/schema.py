@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from loraplex.core import limits
 
@@ -76,6 +76,16 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _check_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported")
+    return value
+
+
+_AlwaysFalse = Annotated[bool, AfterValidator(_check_false)]
+"""A Literal[False] would also take 0."""
+
+
 class Strict(BaseModel):
     """No coercion ("5" is not 5, true is not 1) and no unknown fields."""
 
@@ -90,8 +100,8 @@ class Body(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
+    include_obfuscation: _AlwaysFalse = False
+    continuous_usage_stats: _AlwaysFalse = False
 
 
 class GenerationBody(Body):
@@ -120,7 +130,7 @@ class GenerationBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, object] | None = None
-    store: Literal[False] | None = None
+    store: _AlwaysFalse | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 
