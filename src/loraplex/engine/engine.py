@@ -191,7 +191,7 @@ class Engine:
     def _run_probes(self, probes: Iterable[Probe], digest: AdapterDigest | None) -> ProbeRun:
         run = self.start_probes(probes, digest)
         while not run.done.is_set():
-            self._backlog += self.step(self._now)
+            self._backlog = self.step(self._now)  # with what was in it
         return run
 
     # ------------------------------------------------------------------ requests

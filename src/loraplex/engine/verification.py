@@ -26,7 +26,7 @@ from loraplex.engine.packing import PackedAdapter, holds_exactly
 from loraplex.engine.probes import ANSWER_LENGTH, PROMPT_LENGTHS, Probe, ProbeRun, make_probes
 from loraplex.model import LoadOptions
 
-ERRORS = 6.0  # the engine's error on the base, times this, may differ
+ERRORS = 4.0  # the engine's error on the base, times this, may differ
 EFFECT_SHARE = 1 / 3  # of the adapter's effect: what may differ where it makes the model more sensitive
 FLOOR = 2.0**-16  # of the base's largest logit: what may differ where the engine has no error at all
 
