@@ -25,7 +25,7 @@ from loraplex.cli.admin_command import (
 from loraplex.cli.progress import progress_bar
 from loraplex.cli.tables import adapter_table, move_table, verification_table, version_table
 from loraplex.core import ClientError, InvalidRequest, ModelNotFound
-from loraplex.registry import Role
+from loraplex.registry import Role, VersionState
 from loraplex.server.admin_operations import BaseClaim
 from loraplex.server.admin_views import AdapterView, AliasView, VerifiedView, VersionView
 
@@ -126,7 +126,7 @@ def show(session: Session, adapter: _Adapter) -> None:
 @admin_command
 def verify(
     session: Session,
-    adapter: Annotated[str, typer.Argument(help="tenant/name@version; without a version the latest one.")],
+    adapter: Annotated[str, typer.Argument(help="tenant/name@version; without a version the newest one.")],
     base: _Base = None,
     served_model_name: Annotated[str | None, _BaseName] = None,
     device: _Device = "auto",
@@ -135,8 +135,7 @@ def verify(
     """Have the engine compare a version with its merged reference; status 1 if it fails. The figures are kept."""
     at = address(session, adapter)
     if at.version is None:
-        latest = session.client.show_adapter(at.tenant, at.name).adapter.latest_version
-        at = replace(at, version=latest.version if latest is not None else 1)
+        at = replace(at, version=_newest(session, at))
     where = LocalBase(base, served_model_name, device) if base is not None else None
     verified = _gate(session, at, where, skip_verification)
     session.answer(verified, _outcome(verified), verification_table([verified.verification]))
@@ -223,6 +222,15 @@ def _gate(session: Session, at: Address, base: LocalBase | None, skip: bool) -> 
         return session.client.skip_verification(at.tenant, at.name, at.version)
     with progress_bar(session.err, "Comparing with the merged reference"):
         return session.client.verify(at.tenant, at.name, at.version, base)
+
+
+def _newest(session: Session, at: Address) -> int:
+    """The newest version that has files. Raises InvalidRequest if there is none."""
+    versions = session.client.show_adapter(at.tenant, at.name).versions
+    numbers = [one.version for one in versions if one.state not in (VersionState.REFUSED, VersionState.DELETED)]
+    if not numbers:
+        raise InvalidRequest(f"{at} has no version that could be compared.")
+    return max(numbers)
 
 
 def _check_claim(base_fingerprint: str | None, base_unverified: bool) -> None:

@@ -117,7 +117,8 @@ def confirm(question: str, yes: bool) -> None:
         return
     try:
         agreed = typer.confirm(question, err=True)
-    except typer.Abort:
+    except typer.Abort:  # no terminal, or Ctrl-C: the question's line is still open
+        typer.echo(err=True)
         agreed = False
     if not agreed:
         raise ConfigError("Nothing was changed; answer y, or give --yes.")

@@ -91,7 +91,8 @@ def audit_table(entries: Iterable[AuditEntryView]) -> Table:
     """What happened, oldest first."""
     table = _table("entry", "at", "by", "action", "details")
     for entry in entries:
-        details = ", ".join(f"{name}={_detail(name, value)}" for name, value in entry.details.items() if value is not None)
+        known = ((name, value) for name, value in entry.details.items() if value is not None)
+        details = ", ".join(f"{name}={_detail(name, value)}" for name, value in known)
         _add(table, entry.seq, show_time(entry.at), entry.actor, entry.action, details)
     return table
 
