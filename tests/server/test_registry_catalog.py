@@ -231,6 +231,9 @@ async def test_a_failed_load_fails_its_own_requests_and_is_tried_again(
             assert_error(response, 500, code="artifact_corrupt")
         assert [response.status_code for response in served] == [200, 200]
         assert site.digest("acme", "bad") not in site.engine.held
+        details = [line["error_detail"] for line in site.lines() if line["error_code"] == "artifact_corrupt"]
+        assert len(details) == 2
+        assert all(broken.weights.key in detail for detail in details)
         blob.write_bytes(whole)
         assert (await complete(client, "bad"))["model"] == "bad@1"
 

@@ -16,7 +16,7 @@ from structlog.typing import FilteringBoundLogger
 from loraplex.core import AdapterRef, EngineDead, RequestOutput, ServedBy, ServerError
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import ModelLease
-from loraplex.server.errors import reply_for
+from loraplex.server.errors import ErrorReply, reply_for
 from loraplex.server.metrics import Metrics
 
 CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
@@ -74,6 +74,7 @@ class RequestContext:
     requested_model: str | None = None
     lease: ModelLease | None = None
     error_code: str | None = None  # of the error that was answered, also after a stream had begun
+    error_detail: str | None = None  # its message, where it quotes nothing that a client sent
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -82,6 +83,13 @@ class RequestContext:
         if self.caller is None:
             raise ServerError("The route does not authenticate its callers.")
         return self.caller
+
+    def note_error(self, error: Exception) -> ErrorReply:
+        """Keep what the log shall say of an error; what the client is told of it."""
+        reply = reply_for(error)
+        self.error_code = reply.code
+        self.error_detail = error.message if isinstance(error, ServerError) else None
+        return reply
 
     def hold(self, lease: ModelLease) -> AdapterRef | None:
         """Keep a lease until the answer has ended; what it is a lease of."""
@@ -134,14 +142,12 @@ class ContextMiddleware:
             context.status = CLIENT_CLOSED_STATUS
         except asyncio.CancelledError:
             if context.status is None:
-                reply = reply_for(EngineDead("The server shut down before the answer was complete."))
-                context.error_code = reply.code
+                reply = context.note_error(EngineDead("The server shut down before the answer was complete."))
                 await reply.response()(scope, receive, send_with_id)
             raise
         except Exception as error:
             log_unexpected(self._log, error, context.request_id)
-            reply = reply_for(error)
-            context.error_code = reply.code
+            reply = context.note_error(error)
             if context.status is None:
                 await reply.response()(scope, receive, send_with_id)
 
@@ -182,6 +188,7 @@ def _log_fields(context: RequestContext) -> dict[str, object]:
         "adapter_digest": adapter.digest if adapter else None,
         "base_fingerprint": served.base_fingerprint if served else None,
         "error_code": context.error_code,
+        "error_detail": context.error_detail,
         "cold": tally.cold,
         "load_s": tally.load_s,
         "prompt_tokens": tally.num_prompt_tokens,
