@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from loraplex.registry import Registry, RegistryUnavailable
-from loraplex.server import ServerConfig
+from loraplex.server import ServerConfig, host_adapters
 from loraplex.testing import fake_text
 from tests.registry.helpers import BASE, OPERATOR
 
@@ -264,6 +264,23 @@ async def test_leased_adapters_stay_and_one_too_many_is_told_to_wait(tmp_path: P
         assert [answer["model"] for answer in await asyncio.gather(*running)] == ["a@1", "b@1"]
         assert site.engine.retired == []
         assert (await complete(client, "c"))["model"] == "c@1"
+    site.close()
+
+
+async def test_without_leases_running_requests_lose_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant of the test above: an LRU that drops what requests use."""
+    monkeypatch.setattr(host_adapters._Entry, "is_idle", property(lambda entry: entry.is_ready))
+    monkeypatch.setattr(host_adapters.HostAdapters, "release", lambda self, digest: None)
+    site = Site(tmp_path, engine=fake_engine(delay_s=0.02), config=ServerConfig(max_host_adapters=1))
+    async with site.client(site.tenant("acme", "a", "b")) as client:
+        running = asyncio.create_task(complete(client, "a", max_tokens=20))
+        await until(lambda: len(site.engine.running) == 1)
+        assert (await complete(client, "b"))["model"] == "b@1"
+        assert site.engine.retired == [site.digest("acme", "a")]
+        assert not running.done()
+        await running
     site.close()
 
 
