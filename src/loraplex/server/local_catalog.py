@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from loraplex.core import AdapterRef, InvalidRequest
+from loraplex.core import AdapterRef, InvalidRequest, ModelNotFound
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease
 
@@ -74,7 +74,9 @@ class LocalCatalog:
         if ref is None:
             return None
         entry = next((entry for entry in self._models.list() if entry.ref == ref), None)
-        return ModelEntry(ref, entry.created, entry.declared_base) if entry is not None else ModelEntry(ref, 0.0)
+        if entry is None:  # unloaded since it was resolved
+            raise ModelNotFound(ref.name)
+        return ModelEntry(ref, entry.created, entry.declared_base)
 
     async def page(self, caller: Caller, after: str, limit: int) -> CatalogPage:
         entries = [entry for entry in self._models.list() if entry.ref.name > after]
