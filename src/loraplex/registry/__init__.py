@@ -27,6 +27,7 @@ from loraplex.core.registry_errors import (
 )
 from loraplex.registry.adapter_admin import Adapters
 from loraplex.registry.audit import AuditEntry, AuditFinding, AuditReport, FindingKind
+from loraplex.registry.cache import NotInMemory
 from loraplex.registry.key_admin import CreatedKey, Keys
 from loraplex.registry.keys import ApiKey
 from loraplex.registry.limits import RegistryLimits
@@ -84,6 +85,7 @@ __all__ = [
     "KeyNotFound",
     "Keys",
     "ModelPage",
+    "NotInMemory",
     "PermissionDenied",
     "Principal",
     "Registry",

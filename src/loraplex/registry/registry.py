@@ -109,6 +109,10 @@ class Registry:
         """Whose key this is. Raises Unauthenticated, the same for every reason."""
         return self._authenticator.authenticate(key)
 
+    def recall_principal(self, key: str) -> Principal:
+        """As `authenticate`, but never blocks. Raises NotInMemory where the database must be asked."""
+        return self._authenticator.recall(key)
+
     def resolve(self, principal: Principal, model: str | None, base: BaseDescription) -> ResolvedVersion | None:
         """What `model` stands for: `name`, `name@3`, `tenant/name` or `tenant/name@3`. None for the base's exact name.
 
@@ -116,6 +120,10 @@ class Registry:
         AdapterDeleted, AdapterNotVerified, AdapterNotActive, WrongBase, InvalidRequest.
         """
         return self._resolver.resolve(principal, model, base)
+
+    def recall_version(self, principal: Principal, model: str | None, base: BaseDescription) -> ResolvedVersion | None:
+        """As `resolve`, but never blocks. Raises NotInMemory where the database must be asked."""
+        return self._resolver.recall(principal, model, base)
 
     def list_models(self, principal: Principal, base: BaseDescription, after: str = "", limit: int = 100) -> ModelPage:
         """Active adapters of this base that the caller may use, by name, from the one behind `after`.
