@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import Request
 
 from loraplex.core.registry_errors import PermissionDenied, Unauthenticated
-from loraplex.registry import Registry
+from loraplex.registry import NotInMemory, Registry
 from loraplex.server.callers import LOCAL_CALLER, Access, Caller
 from loraplex.server.context import context_of
 from loraplex.server.threads import WorkerThreads
@@ -35,10 +35,14 @@ def single_key(api_key: str | None) -> Authenticate:
 
 
 def registry_keys(registry: Registry, threads: WorkerThreads) -> Authenticate:
-    """The holders of the registry's keys. The database is asked in one of `threads`."""
+    """The holders of the registry's keys. Where memory does not tell, the database is asked in one of `threads`."""
 
     async def authenticate(request: Request) -> Caller:
-        principal = await threads.run(registry.authenticate, bearer_token(request))
+        key = bearer_token(request)
+        try:
+            principal = registry.recall_principal(key)
+        except NotInMemory:
+            principal = await threads.run(registry.authenticate, key)
         return Caller(principal, principal.role)
 
     return authenticate

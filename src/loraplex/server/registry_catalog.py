@@ -3,7 +3,7 @@
 from functools import partial
 
 from loraplex.core.registry_errors import Unauthenticated
-from loraplex.registry import ModelPage, Principal, Registry, ResolvedVersion
+from loraplex.registry import ModelPage, NotInMemory, Principal, Registry, ResolvedVersion
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease
 from loraplex.server.engine_port import ServingEngine
@@ -12,7 +12,7 @@ from loraplex.server.threads import WorkerThreads
 
 
 class RegistryCatalog:
-    """A ModelCatalog over a registry. Its queries run in `threads`, reading of weights in threads of its own."""
+    """A ModelCatalog over a registry. Queries run in `threads`, reading of weights in threads of its own."""
 
     def __init__(
         self,
@@ -53,7 +53,11 @@ class RegistryCatalog:
         return self._host.num_ready
 
     async def _resolve(self, caller: Caller, model: str | None) -> ResolvedVersion | None:
-        return await self._threads.run(self._registry.resolve, _principal(caller), model, self._engine.base)
+        principal, base = _principal(caller), self._engine.base
+        try:
+            return self._registry.recall_version(principal, model, base)
+        except NotInMemory:
+            return await self._threads.run(self._registry.resolve, principal, model, base)
 
     async def _page(self, caller: Caller, after: str, limit: int) -> ModelPage:
         call = self._registry.list_models
