@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import httpx
 import pytest
 
 from loraplex.adapters import AdapterLimits
-from loraplex.core import LoraplexError
-from loraplex.registry import Registry, RegistryConfig, StoreFull
+from loraplex.core import AdapterRefused, BaseDescription, LoraplexError
+from loraplex.registry import AdapterFacts, Registry, RegistryConfig, StoreFull
+from loraplex.registry.blobs import StagedBlob
 from loraplex.registry.uploads import MAX_UPLOADS, Uploads
 from loraplex.server.admin_uploads import UploadForm
 from tests.cli.hostile import GOOD_CONFIG, GOOD_WEIGHTS, Hostile, hostile_files, leftovers
@@ -19,7 +21,7 @@ from tests.registry.conftest import make_world  # noqa: F401  (a fixture)
 from tests.registry.helpers import OPERATOR, MakeWorld, World, check_here
 
 from .admin_site import FINGERPRINT, AdminSite, form
-from .helpers import assert_error
+from .helpers import LiveServer, assert_error, wait_until
 
 pytestmark = pytest.mark.anyio
 MAX_BYTES = 8 * 2**20
@@ -255,6 +257,43 @@ def test_what_a_crash_left_is_swept_when_it_is_old(tmp_path: Path) -> None:
     assert not old.exists()
 
 
+async def test_without_the_count_too_many_bytes_are_taken(site: AdminSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant of the test of endless parts: parts without a limit."""
+    take = UploadForm._take
+
+    def uncounted(self: UploadForm, data: bytes, start: int, end: int) -> None:
+        self._room = 2**40
+        take(self, data, start, end)
+
+    monkeypatch.setattr(UploadForm, "_take", uncounted)
+    sent = 0
+
+    async def long() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield FILES[0] + part("weights", b"")[:-2]
+        while sent < 3 * MAX_BYTES:
+            sent += 2**20
+            yield bytes(2**20)
+
+    await send(site, long())
+    assert sent == 3 * MAX_BYTES
+
+
+def test_a_client_that_goes_away_leaves_nothing(site: AdminSite, tmp_path: Path) -> None:
+    uploads = tmp_path / "data" / "uploads"
+    server = LiveServer(site.app)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            head = f"POST /admin/v1/{PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {site.admin}\r\n"
+            head += f"Content-Type: {TYPE['Content-Type']}\r\nContent-Length: 1000000\r\n\r\n"
+            connection.sendall(head.encode() + FILES[0] + part("weights", b"")[:-2] + bytes(1000))
+            wait_until(lambda: len(list(uploads.iterdir())) == 1)
+        wait_until(lambda: list(uploads.iterdir()) == [])
+    finally:
+        server.stop()
+    assert num_versions(site) == 0
+
+
 async def test_an_upload_of_a_stranger_is_refused_before_its_bytes(site: AdminSite, tmp_path: Path) -> None:
     taken = 0
 
@@ -296,6 +335,24 @@ async def test_hostile_files_are_refused_and_never_run(site: AdminSite, tmp_path
             assert leftovers(tmp_path / "data") == [], case.name
     assert all(version.artifact is None for version in _versions(site))
     assert len(_versions(site)) == len(CASES)
+
+
+async def test_a_reader_that_falls_back_to_pickle_is_noticed(make_world: MakeWorld, tmp_path: Path) -> None:  # noqa: F811
+    """The mutant of the test above: what is no safetensors file is loaded as a pickle."""
+
+    def careless(config: StagedBlob, weights: StagedBlob, base: BaseDescription) -> AdapterFacts:
+        try:
+            return check_here(config, weights, base)
+        except AdapterRefused:
+            pickle.loads(weights.path.read_bytes())
+            raise
+
+    site = AdminSite(make_world(validate=careless))
+    canary = tmp_path / "canary"
+    case = next(case for case in hostile_files(canary) if case.name == "pickle mkdir 4")
+    async with site.client(site.admin) as client:
+        assert_error(await client.post(PATH, **form(case.config, case.weights)), 400)
+    assert canary.exists()
 
 
 def _versions(site: AdminSite) -> tuple[Any, ...]:
