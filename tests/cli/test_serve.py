@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,6 +178,39 @@ def test_a_server_with_a_registry_answers_each_caller_with_its_own(
     lines = [json.loads(line) for line in said if line.startswith("{")]
     assert [line["tenant"] for line in lines if line["event"] == "request"] == [None, "acme", "globex"]
     assert not any(key in line for line in said for key in keys.values())
+
+
+def test_adapters_are_loaded_at_run_time_from_below_the_roots(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    base = tiny_base("llama")
+    (tmp_path / "root").mkdir()
+    shutil.copytree(tiny_adapter(base), tmp_path / "root/one")
+    shutil.copytree(tiny_adapter(base), tmp_path / "outside")
+    flags = ("--allow-runtime-lora-updating", "--lora-root", str(tmp_path / "root"))
+    with serving(base, *flags) as (url, _):
+        for path, status in (("outside", 404), ("root/one", 200)):
+            body = json.dumps({"lora_name": "one", "lora_path": str(tmp_path / path)}).encode()
+            request = urllib.request.Request(f"{url}/v1/load_lora_adapter", body, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=30) as reply:
+                    assert (reply.status, reply.read()) == (status, b"Success: LoRA adapter 'one' added successfully.")
+            except urllib.error.HTTPError as error:
+                assert error.code == status
+        assert call(f"{url}/v1/models/one", None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("LORAPLEX_DATABASE_URL", "postgresql://u:canary@h/d", "--database-url is for a registry"),
+        ("LORAPLEX_ARTIFACTS_URL", "s3://canary/x", "--artifacts-url is for a registry"),
+    ],
+)
+def test_places_of_a_registry_come_from_the_environment_too(name: str, value: str, words: str) -> None:
+    said = refusal(**{name: value})
+    assert words in said
+    assert "canary" not in said
 
 
 def test_a_server_without_a_registry_says_so(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> None:

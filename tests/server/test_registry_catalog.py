@@ -344,6 +344,21 @@ async def test_metrics_can_be_opened(tmp_path: Path) -> None:
     site.close()
 
 
+async def test_nobody_is_let_in_while_the_registry_cannot_be_asked(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(registry: Registry, key: str) -> None:
+        raise RegistryUnavailable("The database cannot be reached.")
+
+    key = site.tenant("acme", "one")
+    monkeypatch.setattr(Registry, "recall_principal", fail)
+    for given in (key, site.operator_key("acme")):
+        async with site.client(given) as client:
+            for path in ("/v1/models", "/metrics"):
+                assert_error(await client.get(path), 503, code="registry_unavailable")
+            assert_error(await client.post("/v1/completions", json=ask("one")), 503, code="registry_unavailable")
+    assert site.engine.started == []
+    assert [line["error_detail"] for line in site.lines()] == ["The database cannot be reached."] * 6
+
+
 async def test_ready_says_no_while_the_registry_cannot_be_reached(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(registry: Registry) -> None:
         raise RegistryUnavailable("The database cannot be reached.")
