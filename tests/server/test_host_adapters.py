@@ -1,7 +1,10 @@
 """Adapters in host memory: one read for all who wait, leases, and the least recently used first."""
 
 import asyncio
+import random
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -163,3 +166,51 @@ async def test_other_weights_than_were_asked_for_are_refused(engine: FakeEngine,
     with pytest.raises(ServerError, match="was read where"):
         await host.acquire(A, "x", store.read(A, given=B))
     assert engine.held == {}
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_random_requests_that_fail_leave_and_wait_leave_no_lease(engine: FakeEngine, seed: int) -> None:
+    rng, max_adapters = random.Random(seed), 3
+    host, in_use = HostAdapters(engine, max_adapters), Counter[AdapterDigest]()
+    digests = [AdapterDigest(letter * 64) for letter in "abcdef"]
+    outcomes: Counter[str] = Counter()
+
+    def read(digest: AdapterDigest) -> Callable[[], Adapter]:
+        delay_s, fails = rng.random() * 0.004, rng.random() < 0.2
+
+        def load() -> Adapter:
+            time.sleep(delay_s)
+            if fails:
+                raise ArtifactCorrupt("it is broken")
+            return adapter(digest)
+
+        return load
+
+    async def request() -> None:
+        digest = rng.choice(digests)
+        await host.acquire(digest, rng.choice("xy"), read(digest))
+        in_use[digest] += 1
+        try:
+            await asyncio.sleep(rng.random() * 0.005)
+            assert digest in engine.held, "weights went while they were leased"
+        finally:
+            in_use[digest] -= 1
+            host.release(digest)
+
+    async def client() -> None:
+        for _ in range(30):
+            task = asyncio.create_task(request())
+            if rng.random() < 0.2:
+                await asyncio.sleep(rng.random() * 0.004)
+                task.cancel()
+            (result,) = await asyncio.gather(task, return_exceptions=True)
+            assert not isinstance(result, AssertionError), result
+            outcomes[type(result).__name__] += 1
+            assert len(engine.held) <= max_adapters
+
+    await asyncio.gather(*(client() for _ in range(6)))
+    await until(lambda: all(not entry.loads for entry in host._entries.values()))
+    assert outcomes["NoneType"] >= 40
+    assert outcomes.keys() == {"NoneType", "ArtifactCorrupt", "CancelledError", "Overloaded"}
+    assert all(entry.is_ready and not entry.leases for entry in host._entries.values())
+    assert set(host._entries) == set(engine.held)

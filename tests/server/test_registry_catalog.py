@@ -1,6 +1,8 @@
 """Models of a registry over HTTP: who may call what, what is loaded when, and what the answers say of it."""
 
 import asyncio
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from loraplex.server import ServerConfig, host_adapters
 from loraplex.testing import fake_text
 from tests.registry.helpers import BASE, OPERATOR
 
-from .helpers import assert_error, chunks, until
+from .helpers import LiveServer, assert_error, chunks, until, wait_until
 from .registry_world import BASE_NAME, Site, ask, fake_engine
 
 pytestmark = pytest.mark.anyio
@@ -298,6 +300,40 @@ async def test_a_lease_ends_with_the_answer_however_it_ends(tmp_path: Path) -> N
         assert_error(too_long, 400, code="context_length_exceeded")
         assert (await complete(client, "b"))["model"] == "b@1"  # it could not if a lease were left
     site.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["waiting", "running"])
+def test_a_lease_ends_when_the_client_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, when: str
+) -> None:
+    site = Site(tmp_path, engine=fake_engine(delay_s=0.02), config=ServerConfig(max_host_adapters=1))
+    key, gate, loads = site.tenant("acme", "a"), threading.Event(), []
+    real = Registry.load
+
+    def slow(self: Registry, *args: Any) -> Any:
+        loads.append(args)
+        assert when == "running" or gate.wait(5)
+        return real(self, *args)
+
+    monkeypatch.setattr(Registry, "load", slow)
+    live = LiveServer(site.app)
+    try:
+        content = json.dumps(ask("a", max_tokens=400, stream=stream)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", live.port)) as connection:
+            connection.sendall(head.encode() + content)
+            wait_until(lambda: bool(site.engine.running if when == "running" else loads))
+        gate.set()
+        (entry,) = site.app.state.service.catalog._host._entries.values()
+        wait_until(lambda: entry.is_ready and entry.leases == 0 and not site.engine.running)
+        wait_until(lambda: bool(site.log.getvalue()))
+        assert site.lines()[-1]["status"] in (200, 499)
+        assert site.engine.num_output_tokens < 400
+    finally:
+        live.stop()
+        site.close()
 
 
 # ---------------------------------------------------------------------- versions
