@@ -7,17 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from platformdirs import user_cache_path
 from safetensors.torch import load_file, save_file
 
 import loraplex.engine.engine as engine_module
 import loraplex.engine.verification as verification
 from loraplex.adapters import Adapter, AdapterLimits, AdapterModule, load_adapter
-from loraplex.core import AdapterComparison, AdapterDigest, AdapterRefused, EngineDead, RefusalReason, SamplingParams
+from loraplex.core import (
+    AdapterComparison,
+    AdapterDigest,
+    AdapterRefused,
+    ConfigError,
+    EngineDead,
+    RefusalReason,
+    SamplingParams,
+)
 from loraplex.engine import AsyncEngine, Engine
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.packing import PackedAdapter, holds_exactly, pack_adapter
 from loraplex.engine.probes import PROMPT_LENGTHS, make_probes
 from loraplex.kernels import LoraBatch
+from loraplex.model.gguf_import import ensure_demo_base
 from loraplex.scheduler import StepPlan
 
 from ..conftest import MakeAdapter, MakeBase
@@ -425,3 +435,28 @@ def test_comparison_ends_when_the_engine_dies_meanwhile(
     with pytest.raises(EngineDead):
         live.compare(adapter)
     live.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_example_adapters_of_the_demo_base_pass_and_mutants_fail(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        base = ensure_demo_base(user_cache_path("loraplex") / "smollm2-135m-instruct")
+    except ConfigError as error:
+        pytest.skip(error.message)
+    examples = sorted(path for path in (Path(__file__).parents[2] / "examples" / "adapters").iterdir() if path.is_dir())
+    assert len(examples) > 3
+    harness = Harness(base, dtype=dtype, memory_bytes=256 * 2**20, num_threads=2)
+    adapters = [adapter_of(harness, path) for path in examples]
+    for adapter in adapters:
+        figures = harness.engine.compare(adapter)
+        assert figures.passed, figures
+        assert figures.effect > 1
+    doubled = MUTANTS["scale doubled"]
+    monkeypatch.setattr(verification, "holds_exactly", lambda *_: True)
+    monkeypatch.setattr(
+        engine_module, "pack_adapter", lambda adapter, *args, **kw: pack_adapter(doubled(adapter), *args, **kw)
+    )
+    harness.step()
+    for adapter in adapters:
+        assert not harness.engine.compare(adapter).passed
