@@ -118,6 +118,7 @@ BROKEN = {
     "no config": whole(part("weights", GOOD_WEIGHTS), CLAIM),
     "config twice": whole(part("config", GOOD_CONFIG), *FILES, CLAIM),
     "weights twice": whole(*FILES, part("weights", b"x"), CLAIM),
+    "two claims": whole(*FILES, CLAIM, part("base_unverified", b"true")),
     "claim twice": whole(*FILES, CLAIM, CLAIM),
     "unknown part": whole(*FILES, CLAIM, part("path", b"/etc/passwd")),
     "a url": whole(*FILES, CLAIM, part("url", b"http://169.254.169.254/")),

@@ -23,7 +23,7 @@ from loraplex.cli.admin_command import (
     parse_expected,
 )
 from loraplex.cli.progress import progress_bar
-from loraplex.cli.tables import adapter_table, move_table, verification_table, version_table
+from loraplex.cli.tables import adapter_table, base_lines, move_table, verification_table, version_table
 from loraplex.core import ClientError, InvalidRequest, ModelNotFound
 from loraplex.registry import Role, VersionState
 from loraplex.server.admin_operations import BaseClaim
@@ -111,14 +111,13 @@ def show(session: Session, adapter: _Adapter) -> None:
     detail = session.client.show_adapter(at.tenant, at.name)
     state = "deleted" if detail.adapter.deleted else f"active version: {detail.adapter.active or 'none'}"
     shown: list[RenderableType] = [f"{at.adapter}, {state}", version_table(detail.versions, detail.adapter.active)]
-    fingerprints = sorted({version.base_fingerprint for version in detail.versions})
-    shown += [f"base fingerprint: {fingerprint}" for fingerprint in fingerprints]
+    shown += ["", *base_lines(detail.versions)]
     if detail.verifications:
-        shown.append(verification_table(detail.verifications))
+        shown += ["", verification_table(detail.verifications)]
     if detail.moves:
-        shown.append(move_table(detail))
+        shown += ["", move_table(detail)]
     if detail.grantees:
-        shown.append(f"granted to: {', '.join(detail.grantees)}")
+        shown += ["", f"granted to: {', '.join(detail.grantees)}"]
     session.answer(detail, *shown)
 
 
@@ -275,7 +274,8 @@ def _answer_added(session: Session, verified: VerifiedView, alias: AliasView | N
         "alias": alias.model_dump(mode="json") if alias is not None else None,
     }
     version = verified.version
-    shown: list[RenderableType] = [_outcome(verified), version_table([version], alias.active if alias else None)]
+    table = version_table([version], alias.active if alias is not None else None)
+    shown: list[RenderableType] = [_outcome(verified), "", table, "", *base_lines([version])]
     if alias is None and version.state.usable:
         shown.append(f"It is not active: loraplex adapter activate {_label(version)}")
     session.answer(document, *shown)

@@ -144,8 +144,13 @@ def pages(fetch: Callable[[str, int], _PageT]) -> Iterator[_PageT]:
 
 
 def show_time(at: float | None) -> str:
-    """UTC, to the second; "-" for never."""
-    return "-" if at is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at))
+    """UTC, to the minute; "-" for never."""
+    return "-" if at is None else time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(at))
+
+
+def show_day(at: float) -> str:
+    """The day, in UTC."""
+    return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
 def admin_command(run: Callable[Concatenate[Session, _P], None]) -> Callable[..., None]:

@@ -229,8 +229,8 @@ class _Counted(io.RawIOBase):
 def _path(tenant: str, *parts: str) -> str:
     """The path below a tenant. Raises InvalidRequest for names that would lead elsewhere."""
     for part in (tenant, *parts):
-        if part in ("", ".", ".."):
-            raise InvalidRequest(f"{part!r} is no name.")
+        if part in ("", ".", "..") or "/" in part:
+            raise InvalidRequest(f"{part!r:.120} is no name.")
     return "/".join(("tenants", *(quote(part, safe="") for part in (tenant, *parts))))
 
 

@@ -6,7 +6,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from loraplex.cli.admin_command import show_time
+from loraplex.cli.admin_command import show_day, show_time
 from loraplex.cli.sizes import format_size
 from loraplex.server.admin_views import (
     AdapterDetailView,
@@ -21,6 +21,7 @@ from loraplex.server.admin_views import (
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _SHORT = 12  # digits of a digest
+UNVERIFIED = "?: nobody said which base it was trained on"
 
 
 def describe_targets(targets: Sequence[str]) -> str:
@@ -33,32 +34,43 @@ def describe_targets(targets: Sequence[str]) -> str:
 
 def adapter_table(adapters: Iterable[AdapterView]) -> Table:
     """Every adapter with the facts of its active version, or of its latest where none is active."""
-    table = _table("adapter", "active", "latest", "state", "base", "rank", "targets", "bytes", "digest")
+    table = _table("adapter", "active", "latest", "state", "base", "rank", "targets", "bytes", caption=UNVERIFIED)
     for adapter in adapters:
         version, latest = adapter.active_version or adapter.latest_version, adapter.latest_version
-        facts = _facts(version) if version is not None else ["-"] * 6
+        facts = [_state(version), _base(version), *_facts(version)] if version is not None else [None] * 5
         if adapter.deleted:
             facts[0] = "deleted"
-        _add(table, f"{adapter.tenant}/{adapter.name}", _or_dash(adapter.active), latest and latest.version, *facts)
+        _add(table, f"{adapter.tenant}/{adapter.name}", adapter.active, latest and latest.version, *facts)
     return table
 
 
 def version_table(versions: Iterable[VersionView], active: int | None) -> Table:
-    """All versions of one adapter."""
-    table = _table("version", "state", "base", "rank", "targets", "bytes", "digest", "made", "by")
+    """Versions of one adapter; the active one has a star. Their bases are `base_lines`."""
+    table = _table("version", "state", "rank", "targets", "bytes", "digest", "made", "by", caption="*: active")
     for version in versions:
-        number = f"{version.version} (active)" if version.version == active else version.version
-        _add(table, number, *_facts(version), show_time(version.created_at), version.created_by)
+        number = f"{version.version} *" if version.version == active else version.version
+        digest = version.digest[:_SHORT] if version.digest is not None else None
+        made = show_day(version.created_at)
+        _add(table, number, _state(version), *_facts(version), digest, made, version.created_by)
     return table
+
+
+def base_lines(versions: Iterable[VersionView]) -> list[str]:
+    """The base of each version, in full: one line for those that share it."""
+    groups: dict[str, list[str]] = {}
+    for version in versions:
+        note = "" if version.base_verified or version.refusal else " (unverified)"
+        groups.setdefault(f"base fingerprint {version.base_fingerprint}{note}", []).append(str(version.version))
+    return [f"{text}: version {', '.join(numbers)}" for text, numbers in groups.items()]
 
 
 def verification_table(verifications: Iterable[VerificationView]) -> Table:
     """Attempts of the gate."""
-    table = _table("version", "verification", "difference", "tolerance", "KL (nats)", "effect", "at", "by")
+    table = _table("version", "result", "logit difference", "KL nats", "effect", "at", "by")
     for one in verifications:
         outcome = "skipped" if one.skipped else "passed" if one.passed else "failed"
-        figures = (one.max_logit_difference, one.tolerance, one.kl, one.effect)
-        _add(table, one.version, outcome, *map(_figure, figures), show_time(one.at), one.by)
+        difference = None if one.skipped else f"{_figure(one.max_logit_difference)} of {_figure(one.tolerance)}"
+        _add(table, one.version, outcome, difference, _figure(one.kl), _figure(one.effect), show_time(one.at), one.by)
     return table
 
 
@@ -80,10 +92,12 @@ def tenant_table(tenants: Iterable[TenantView]) -> Table:
 
 def key_table(keys: Iterable[KeyView]) -> Table:
     """Keys without their secrets."""
-    table = _table("key", "role", "bound to", "made", "by", "expires", "revoked")
+    table = _table("key", "role", "made", "ends", "bound to")
     for key in keys:
-        times = show_time(key.expires_at), show_time(key.revoked_at)
-        _add(table, key.key_id, key.role.value, key.bound_adapter, show_time(key.created_at), key.created_by, *times)
+        ends = "never" if key.expires_at is None else show_time(key.expires_at)
+        if key.revoked_at is not None:
+            ends = f"revoked {show_time(key.revoked_at)}"
+        _add(table, key.key_id, key.role.value, show_day(key.created_at), ends, key.bound_adapter)
     return table
 
 
@@ -105,10 +119,18 @@ def finding_table(findings: Iterable[FindingView]) -> Table:
     return table
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
+def _table(*headings: str, caption: str | None = None) -> Table:
+    """Only names of adapters and the last column may be folded."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+        caption=caption,
+        caption_justify="left",
+    )
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading not in ("adapter", headings[-1]))
     return table
 
 
@@ -117,16 +139,20 @@ def _add(table: Table, *cells: object) -> None:
     table.add_row(*(escape(str(_or_dash(cell))) for cell in cells))
 
 
+def _state(version: VersionView) -> str:
+    return version.state.value if version.refusal is None else f"refused {version.refusal}"
+
+
+def _base(version: VersionView) -> str:
+    return version.base_fingerprint[:_SHORT] + ("" if version.base_verified or version.refusal else " ?")
+
+
 def _facts(version: VersionView) -> list[object]:
-    """State, base, rank, targets, bytes and digest."""
-    base = version.base_fingerprint[:_SHORT] + ("" if version.base_verified or version.refusal else " unverified")
+    """Rank, targets and bytes."""
     return [
-        version.state.value if version.refusal is None else f"refused {version.refusal}",
-        base,
         version.rank,
         describe_targets(version.targets) if version.targets is not None else None,
         format_size(version.bytes) if version.bytes is not None else None,
-        version.digest[:_SHORT] if version.digest is not None else None,
     ]
 
 

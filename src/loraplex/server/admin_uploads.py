@@ -99,6 +99,8 @@ class UploadForm:
         unverified = texts.get("base_unverified", "false")
         if unverified not in ("true", "false"):
             raise InvalidRequest(f"base_unverified must be true or false, got {unverified!r:.80}.", "base_unverified")
+        if unverified == "true" and "base_fingerprint" in texts:
+            raise InvalidRequest("Give base_fingerprint or base_unverified, not both.", "base_unverified")
         return BaseClaim(texts.get("base_fingerprint"), unverified == "true", texts.get("source"))
 
     # ------------------------------------------------------------------ what the parser calls
