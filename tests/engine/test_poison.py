@@ -4,6 +4,7 @@ Every comparison is of bits. In float32 the rows of a step share products whose 
 so a quiet adapter of the same shape asks in the poisoned one's place.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.core import AdapterRef, AdapterRefused, NonFiniteOutput, RefusalReason, SamplingParams
+from loraplex.engine import runner
+from loraplex.kernels import LoraDelta, TorchOps
+from loraplex.model import sample
 from loraplex.scheduler import StepPlan
 
 from ..conftest import MakeAdapter, MakeBase
@@ -207,3 +211,33 @@ def test_pages_of_a_poisoned_adapter_are_clean_for_whoever_gets_them(
     for one, other in zip(wanted, got, strict=True):
         assert_same_bits(one, other)
     harness.check_all_free()
+
+
+# ---------------------------------------------------------------------- these tests can fail
+def test_without_the_check_of_logits_the_poisoned_request_would_be_answered(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base("llama")
+    path = rewrite(tiny_adapter(base, rank=8), tmp_path / "poison", RUNTIME_POISONS["products overflow"])
+    monkeypatch.setattr(
+        runner, "sample", lambda *args: [dataclasses.replace(one, is_finite=True) for one in sample(*args)]
+    )
+    harness = Harness(base, kv_pages=220)
+    harness.answer((1, 2, 3), ONCE, harness.load("poison", path))
+    assert not harness.failures
+
+
+def test_a_leak_between_rows_would_be_seen(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base("llama")
+    path = rewrite(tiny_adapter(base, rank=8), tmp_path / "poison", RUNTIME_POISONS["products overflow"])
+    silu_and_mul = TorchOps.silu_and_mul
+
+    def leaking(self: TorchOps, gate_up: torch.Tensor, out: torch.Tensor, delta: LoraDelta | None = None) -> None:
+        silu_and_mul(self, gate_up, out, delta)
+        out += 0.0 * out.sum()
+
+    monkeypatch.setattr(TorchOps, "silu_and_mul", leaking)
+    mixed = MixedRun(base, "float32", path, tiny_adapter)
+    assert set(mixed.harness.failures) & set(mixed.others), "rows that share a step with the poison"

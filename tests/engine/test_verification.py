@@ -1,5 +1,6 @@
 """The verification gate: what is served right passes, what is served wrong fails, and nobody else notices."""
 
+import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from loraplex.core import (
     ConfigError,
     EngineDead,
     RefusalReason,
+    Request,
+    RequestId,
     SamplingParams,
 )
 from loraplex.engine import AsyncEngine, Engine
@@ -59,7 +62,7 @@ def overflowing(source: Path, target: Path) -> Path:
 
 
 # ---------------------------------------------------------------------- what is served right
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", (*DTYPES, "float16"))
 @pytest.mark.parametrize("family", CONFIGS)
 def test_exact_adapters_of_all_families_pass(
     family: str, dtype: str, tiny_base: MakeBase, tiny_adapter: MakeAdapter
@@ -408,6 +411,35 @@ def test_comparison_from_worker_threads(live: AsyncEngine, tiny_base: MakeBase, 
     assert len(found) == 4
     assert all(figures.passed for figures in found)
     assert len(set(found)) == 2
+
+
+def test_answers_stream_on_while_a_comparison_runs(
+    live: AsyncEngine, tiny_base: MakeBase, tiny_adapter: MakeAdapter
+) -> None:
+    base = tiny_base("llama")
+    adapter = load_adapter(tiny_adapter(base, rank=8), live.base, AdapterLimits())
+    params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
+    prompts = [random_prompt(5 + i, seed=i) for i in range(4)]
+    alone = [Harness(base).answer(prompt, params).tokens for prompt in prompts]
+
+    async def stream(number: int) -> list[int]:
+        request = Request(RequestId(f"r{number}"), prompts[number], params, None)
+        outputs = [output async for output in live.generate(request)]
+        return [token for output in outputs for delta in output.deltas for token in delta.token_ids]
+
+    async def run() -> tuple[list[list[int]], AdapterComparison]:
+        comparing = asyncio.create_task(asyncio.to_thread(live.compare, adapter))
+        answers = await asyncio.gather(*(stream(number) for number in range(4)))
+        return answers, await comparing
+
+    live.start()
+    try:
+        answers, figures = asyncio.run(asyncio.wait_for(run(), 120))
+    finally:
+        live.stop()
+    assert answers == alone
+    assert figures.passed
+    assert not live.engine._requests
 
 
 def test_comparison_of_a_stopped_engine_raises(
