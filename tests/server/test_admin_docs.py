@@ -1,11 +1,13 @@
 """docs/admin-api.md names every route with its key, every field of a body, an upload and an object."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from loraplex.server import admin_schema, admin_views
+from loraplex.server.admin_openapi import OPERATIONS, describe
 from loraplex.server.admin_routes import ADMIN_ROUTES
 from loraplex.server.admin_uploads import FIELDS
 from loraplex.server.admin_views import View
@@ -28,6 +30,25 @@ BODIES = [body for body in vars(admin_schema).values() if isinstance(body, type)
 def test_every_field_is_documented(model: type[View]) -> None:
     known = set(re.findall(r"[`\"]([a-z0-9_]+)[`\"]", TEXT))
     assert set(model.model_fields) <= known
+
+
+def test_the_openapi_document_holds_every_route_and_every_object_that_it_names() -> None:
+    document = describe(ADMIN_ROUTES)
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert described == {(spec.method, spec.path) for spec in ADMIN_ROUTES}
+    text = json.dumps(document)
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) <= document["components"]["schemas"].keys()
+    used = {operation.answer for operation in OPERATIONS.values()} | {one.body for one in OPERATIONS.values()}
+    assert {body for body in BODIES if body is not Body} <= used
+    ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert sorted(ids) == sorted(OPERATIONS)
+
+
+def test_the_openapi_document_says_that_bodies_take_nothing_else() -> None:
+    schemas = describe(ADMIN_ROUTES)["components"]["schemas"]
+    for body in BODIES:
+        if body is not Body:
+            assert schemas[body.__name__]["additionalProperties"] is False
 
 
 def test_every_part_of_an_upload_is_documented() -> None:

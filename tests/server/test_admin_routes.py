@@ -211,6 +211,19 @@ async def test_lists_come_in_pages(site: AdminSite, tmp_path: Path) -> None:
     assert rest["next_after"] is None
 
 
+async def test_answers_are_what_the_openapi_document_says(site: AdminSite, tmp_path: Path) -> None:
+    """Every field that it requires is there, and no other one."""
+    async with site.client(site.operator) as client:
+        await upload(client, tmp_path)
+        document = await good(await client.get("openapi.json"))
+        for path, methods in document["paths"].items():
+            if "get" in methods and not path.endswith("openapi.json"):
+                answer = await good(await client.get(f"http://test{_filled(path, 'acme')}"))
+                schema = methods["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+                name = schema["$ref"].rpartition("/")[2]
+                assert answer.keys() == document["components"]["schemas"][name]["properties"].keys()
+
+
 # ---------------------------------------------------------------------- who may
 def _filled(path: str, tenant: str) -> str:
     values = {"tenant": tenant, "name": "support", "version": "1", "key_id": "a" * 12, "grantee": "beta"}

@@ -37,10 +37,9 @@ def adapter_table(adapters: Iterable[AdapterView]) -> Table:
     table = _table("adapter", "active", "latest", "state", "base", "rank", "targets", "bytes", caption=UNVERIFIED)
     for adapter in adapters:
         version, latest = adapter.active_version or adapter.latest_version, adapter.latest_version
-        facts = [_state(version), _base(version), *_facts(version)] if version is not None else [None] * 5
-        if adapter.deleted:
-            facts[0] = "deleted"
-        _add(table, f"{adapter.tenant}/{adapter.name}", adapter.active, latest and latest.version, *facts)
+        state = "deleted" if adapter.deleted else _state(version) if version is not None else None
+        facts = [_base(version), *_facts(version)] if version is not None else [None] * 4
+        _add(table, f"{adapter.tenant}/{adapter.name}", adapter.active, latest and latest.version, state, *facts)
     return table
 
 

@@ -15,6 +15,7 @@ from loraplex.core import BaseDescription, InvalidRequest, ModelNotFound
 from loraplex.core.limits import MAX_MODEL_NAME_CHARS
 from loraplex.core.registry_errors import PermissionDenied
 from loraplex.registry import Registry, Role
+from loraplex.server.admin_openapi import describe
 from loraplex.server.admin_operations import AdminOperations, BaseClaim
 from loraplex.server.admin_schema import (
     MAX_VERSION,
@@ -66,6 +67,11 @@ async def enable_tenant(service: Service, http: Request) -> Response:
     """POST .../enable."""
     await read_body(http, EmptyBody, service.config.body_timeout_s)
     return _json(await service.queries.run(_operations(service, http).enable_tenant, _tenant(http)))
+
+
+async def openapi(service: Service, http: Request) -> Response:
+    """GET /admin/v1/openapi.json."""
+    return JSONResponse(describe(ADMIN_ROUTES))
 
 
 # ---------------------------------------------------------------------- keys
@@ -252,6 +258,7 @@ def _declared_len(http: Request) -> int:
 
 ADMIN_ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("GET", "/admin/v1/caller", whoami, Access.ADMIN),
+    RouteSpec("GET", "/admin/v1/openapi.json", openapi, Access.ADMIN),
     RouteSpec("GET", "/admin/v1/tenants", list_tenants, Access.OPERATOR),
     RouteSpec("POST", "/admin/v1/tenants", create_tenant, Access.OPERATOR),
     RouteSpec("POST", f"{_TENANT}/disable", disable_tenant, Access.OPERATOR),
