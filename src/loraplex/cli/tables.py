@@ -34,11 +34,13 @@ def describe_targets(targets: Sequence[str]) -> str:
 
 def adapter_table(adapters: Iterable[AdapterView]) -> Table:
     """Every adapter with the facts of its active version, or of its latest where none is active."""
-    table = _table("adapter", "active", "latest", "state", "base", "rank", "targets", "bytes", caption=UNVERIFIED)
+    table = _table("adapter", "active", "latest", "state", "base", "rank", "targets", "bytes")
     for adapter in adapters:
         version, latest = adapter.active_version or adapter.latest_version, adapter.latest_version
         state = "deleted" if adapter.deleted else _state(version) if version is not None else None
         facts = [_base(version), *_facts(version)] if version is not None else [None] * 4
+        if version is not None and not _is_base_known(version):
+            table.caption = UNVERIFIED
         _add(table, f"{adapter.tenant}/{adapter.name}", adapter.active, latest and latest.version, state, *facts)
     return table
 
@@ -58,7 +60,7 @@ def base_lines(versions: Iterable[VersionView]) -> list[str]:
     """The base of each version, in full: one line for those that share it."""
     groups: dict[str, list[str]] = {}
     for version in versions:
-        note = "" if version.base_verified or version.refusal else " (unverified)"
+        note = "" if _is_base_known(version) else " (unverified)"
         groups.setdefault(f"base fingerprint {version.base_fingerprint}{note}", []).append(str(version.version))
     return [f"{text}: version {', '.join(numbers)}" for text, numbers in groups.items()]
 
@@ -143,7 +145,12 @@ def _state(version: VersionView) -> str:
 
 
 def _base(version: VersionView) -> str:
-    return version.base_fingerprint[:_SHORT] + ("" if version.base_verified or version.refusal else " ?")
+    return version.base_fingerprint[:_SHORT] + ("" if _is_base_known(version) else " ?")
+
+
+def _is_base_known(version: VersionView) -> bool:
+    """Where it was refused, nobody needs to know."""
+    return version.base_verified or version.refusal is not None
 
 
 def _facts(version: VersionView) -> list[object]:
