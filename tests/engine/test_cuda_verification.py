@@ -101,18 +101,50 @@ def test_requests_that_run_keep_every_token(served: Served) -> None:
     busy.check_all_free()
 
 
+def write_overflowing(source: Path, target: Path) -> Path:
+    """An adapter whose values are finite and whose products are not."""
+    target.mkdir()
+    (target / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
+    tensors = load_file(source / "adapter_model.safetensors")
+    save_file({name: value.sign() * 1e38 for name, value in tensors.items()}, target / "adapter_model.safetensors")
+    return target
+
+
 def test_overflow_fails_and_the_engine_goes_on(served: Served, tmp_path: Path) -> None:
     base, paths = served
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "adapter_config.json").write_bytes((paths[0] / "adapter_config.json").read_bytes())
-    tensors = load_file(paths[0] / "adapter_model.safetensors")
-    save_file({name: value.sign() * 1e38 for name, value in tensors.items()}, broken / "adapter_model.safetensors")
+    broken = write_overflowing(paths[0], tmp_path / "broken")
     harness = make_harness(base)
     figures = harness.engine.compare(read(harness, broken))
     assert figures.max_logit_difference == AdapterComparison.LARGEST
     assert not figures.passed
     assert harness.engine.compare(read(harness, paths[0])).passed
+
+
+def test_overflow_in_a_mixed_batch_changes_no_bit_of_others(served: Served, tmp_path: Path) -> None:
+    base, paths = served
+    once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    broken = write_overflowing(paths[1], tmp_path / "broken")
+
+    def run(third: Path) -> tuple[Harness, list[str], list[str]]:
+        harness = make_harness(base)
+        refs = [None, harness.load("a", paths[0]), harness.load("third", third)]
+        others, asked = [], []
+        for wave in range(3):
+            others += [
+                harness.add(oracle.random_prompt(3 + 7 * i, seed=10 * wave + i), LONG, refs[i % 2]) for i in range(4)
+            ]
+            asked.append(harness.add(oracle.random_prompt(9, seed=wave), once, refs[2]))
+            for _ in range(3):
+                harness.step()
+        harness.run()
+        return harness, others, asked
+
+    (quiet, others, _), (mixed, same, asked) = run(paths[1]), run(broken)
+    assert set(mixed.failures) == set(asked)
+    for one, other in zip(others, same, strict=True):
+        a, b = quiet.trace(one), mixed.trace(other)
+        assert a.tokens == b.tokens
+        assert torch.equal(torch.stack(a.logits), torch.stack(b.logits))
 
 
 def test_comparison_from_a_worker_thread(served: Served) -> None:
