@@ -266,6 +266,18 @@ def test_wrong_tables_fail(
     assert not figures.passed, figures
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_adapter_passes_on_a_base_that_is_served_wrongly(
+    dtype: str, tiny_base: MakeBase, tiny_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's error on the base is no excuse without limit."""
+    base = tiny_base("llama")
+    harness = Harness(base, dtype=dtype)
+    ops = harness.engine._decoder.ops
+    monkeypatch.setattr(ops, "silu_and_mul", lambda gate_up, out, delta=None: out.fill_(0.5))
+    assert not harness.engine.compare(adapter_of(harness, tiny_adapter(base, rank=8))).passed
+
+
 def test_values_are_compared_one_by_one(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> None:
     base = tiny_base("llama")
     harness = Harness(base)

@@ -28,6 +28,7 @@ from loraplex.model import LoadOptions
 
 ERRORS = 4.0  # the engine's error on the base, times this, may differ
 EFFECT_SHARE = 1 / 3  # of the adapter's effect: what may differ where it makes the model more sensitive
+BASE_SHARE = 1 / 8  # of the base's largest logit: an error beyond it is no rounding, the base itself is served wrongly
 FLOOR = 2.0**-16  # of the base's largest logit: what may differ where the engine has no error at all
 
 RunProbes = Callable[[Iterable[Probe], AdapterDigest | None], ProbeRun]
@@ -113,9 +114,12 @@ def _reference_device(base: LoadedBase) -> torch.device:
     device, config = base.decoder.device, base.decoder.config
     if device.type != "cuda":
         return device
-    layer = (4 * config.hidden_size * config.q_size + 3 * config.hidden_size * config.intermediate_size) * 4
-    logits = 8 * ANSWER_LENGTH * len(PROMPT_LENGTHS) * config.vocab_size * 4
-    return device if torch.cuda.mem_get_info(device)[0] > layer + logits + 2 * GIB else torch.device("cpu")
+    layer = config.hidden_size * (4 * config.q_size + 3 * config.intermediate_size)
+    longest = max(PROMPT_LENGTHS) + ANSWER_LENGTH
+    kv = 2 * len(PROMPT_LENGTHS) * longest * config.num_layers * 2 * config.kv_size
+    logits = 4 * ANSWER_LENGTH * len(PROMPT_LENGTHS) * config.vocab_size
+    needed = 4 * (layer + kv + logits) + 2 * GIB
+    return device if torch.cuda.mem_get_info(device)[0] > needed else torch.device("cpu")
 
 
 def _difference(a: Tensor | None, b: Tensor) -> float:
@@ -126,7 +130,7 @@ def _difference(a: Tensor | None, b: Tensor) -> float:
 def _compare(served: Tensor | None, merged: ReferenceLogits, base: _Base) -> AdapterComparison:
     effect = _difference(merged.exact, base.exact)
     sensitivity = _difference(merged.rounded, merged.exact)
-    floor, error = FLOOR * base.size, ERRORS * base.error
+    floor, error = FLOOR * base.size, ERRORS * min(base.error, BASE_SHARE * base.size)
     more = error * sensitivity / base.sensitivity if base.sensitivity else error
     tolerance = floor + max(error, min(more, EFFECT_SHARE * effect))
     difference = _difference(served, merged.exact)
