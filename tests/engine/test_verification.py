@@ -201,6 +201,12 @@ MUTANTS: Mapping[str, Callable[[Adapter], Adapter]] = {
 }
 
 
+def only_logits_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off the comparison of packed values and that of single linears."""
+    monkeypatch.setattr(verification, "holds_exactly", lambda *_: True)
+    monkeypatch.setattr(engine_module, "adds_exactly", lambda *_: True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -216,7 +222,7 @@ def test_wrong_weights_fail_by_their_logits(
     base = tiny_base(family)
     harness = Harness(base, dtype=dtype)
     adapter = adapter_of(harness, tiny_adapter(base, rank=8, lora_alpha=20))
-    monkeypatch.setattr(verification, "holds_exactly", lambda *_: True)
+    only_logits_tell(monkeypatch)
     monkeypatch.setattr(
         engine_module, "pack_adapter", lambda adapter, *args, **kw: pack_adapter(MUTANTS[mutant](adapter), *args, **kw)
     )
@@ -246,8 +252,9 @@ def test_wrong_weights_fail_by_their_values_too(
 def test_wrong_tables_fail(
     what: str, dtype: str, tiny_base: MakeBase, tiny_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Right weights, wrongly used: only the logits can tell."""
+    """Right weights, wrongly used."""
     base = tiny_base("llama")
+    monkeypatch.setattr(engine_module, "adds_exactly", lambda *_: True)
     harness = Harness(base, dtype=dtype)
     built = BatchBuilder.lora
 
@@ -264,6 +271,44 @@ def test_wrong_tables_fail(
     monkeypatch.setattr(BatchBuilder, "lora", wrong)
     figures = harness.engine.compare(adapter)
     assert not figures.passed, figures
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "qwen2"])
+@pytest.mark.parametrize("mutant", [*MUTANTS, "one site twice", "B of two sites swapped"])
+def test_single_linears_tell_where_logits_cannot(
+    mutant: str,
+    family: str,
+    dtype: str,
+    tiny_base: MakeBase,
+    tiny_adapter: MakeAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weak adapter, served wrongly by tables or kernels while its packed values are right."""
+    base = tiny_base(family)
+    harness = Harness(base, dtype=dtype)
+    adapter = adapter_of(harness, tiny_adapter(base, rank=8, lora_alpha=20, size=0.15))
+    assert harness.engine.compare(adapter).passed
+    built = BatchBuilder.lora
+
+    def wrong(self: BatchBuilder, plan: StepPlan, packed: Mapping[AdapterDigest, PackedAdapter]) -> LoraBatch:
+        if mutant in MUTANTS:
+            geometry, sites = harness.engine._geometry, harness.engine.base.sites
+            served = pack_adapter(MUTANTS[mutant](adapter), sites, geometry, harness.engine._decoder.dtype)
+            self._buffer.fill(plan.adapters[0][1][: served.num_pages], served.image)
+            return built(self, plan, {digest: served for digest, _ in plan.adapters})
+        batch = built(self, plan, packed)
+        if mutant == "one site twice":
+            scale = batch.scale.clone()
+            scale[:, -1] *= 2
+            return dataclasses.replace(batch, scale=scale)
+        last = batch.chunk_b.clone()
+        sites_per_layer = len(harness.engine.base.sites) // 3
+        last[[0, sites_per_layer]] = last[[sites_per_layer, 0]]
+        return dataclasses.replace(batch, chunk_b=last)
+
+    monkeypatch.setattr(BatchBuilder, "lora", wrong)
+    assert not harness.engine.compare(adapter).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -392,7 +437,7 @@ def test_probes_are_not_counted_among_the_names_that_run(tiny_base: MakeBase, ti
     harness = Harness(base)
     adapter = adapter_of(harness, tiny_adapter(base))
     harness.engine.hold_adapter(adapter)
-    harness.engine.start_probes(make_probes(160, frozenset(), 60), adapter.digest)
+    harness.engine.start_probes(make_probes(160, frozenset(), 60), adapter)
     harness.step()
     stats = harness.engine.stats()
     assert stats.num_running > 0
@@ -465,6 +510,27 @@ def test_comparison_of_a_stopped_engine_raises(
     assert not live.engine._held
 
 
+def test_what_fails_inside_a_comparison_is_for_its_caller_only(
+    live: AsyncEngine, tiny_base: MakeBase, tiny_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = load_adapter(tiny_adapter(tiny_base("llama")), live.base, AdapterLimits())
+
+    def broken(*_: object) -> bool:
+        raise RuntimeError("out of memory")
+
+    live.start()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "adds_exactly", broken)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                live.compare(adapter)
+        assert live.is_alive
+        assert live.compare(adapter).passed
+        assert not live.engine._held
+    finally:
+        live.stop()
+
+
 def test_comparison_ends_when_the_engine_dies_meanwhile(
     live: AsyncEngine, tiny_base: MakeBase, tiny_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,7 +563,7 @@ def test_example_adapters_of_the_demo_base_pass_and_mutants_fail(dtype: str, mon
         assert figures.passed, figures
         assert figures.effect > 1
     doubled = MUTANTS["scale doubled"]
-    monkeypatch.setattr(verification, "holds_exactly", lambda *_: True)
+    only_logits_tell(monkeypatch)
     monkeypatch.setattr(
         engine_module, "pack_adapter", lambda adapter, *args, **kw: pack_adapter(doubled(adapter), *args, **kw)
     )

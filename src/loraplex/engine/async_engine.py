@@ -104,14 +104,14 @@ class AsyncEngine:
         """
         return self.engine.verifier.compare(adapter, self._run_probes)
 
-    def _run_probes(self, probes: Iterable[Probe], digest: AdapterDigest | None) -> ProbeRun:
+    def _run_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
         """Have the engine's thread queue the probes, and wait until they have ended."""
-        answers: queue.SimpleQueue[ProbeRun | LoraplexError] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[ProbeRun | Exception] = queue.SimpleQueue()
 
         def start() -> None:
             try:
-                answers.put(self.engine.start_probes(probes, digest))
-            except LoraplexError as error:
+                answers.put(self.engine.start_probes(probes, adapter))
+            except Exception as error:  # the one who compares gets it; the engine goes on
                 answers.put(error)
 
         self._check_alive()
@@ -121,7 +121,7 @@ class AsyncEngine:
             self._check_alive()
             time.sleep(_PROBE_TICK_S)
         run = answers.get()
-        if isinstance(run, LoraplexError):
+        if isinstance(run, Exception):
             raise run
         while not run.done.wait(_PROBE_TICK_S):
             self._check_alive()

@@ -33,6 +33,7 @@ from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
 from loraplex.engine.packing import PackedAdapter, pack_adapter
 from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
 from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
+from loraplex.engine.site_check import adds_exactly
 from loraplex.engine.verification import Verifier
 from loraplex.model import Sampled, SamplingRow, needs_host
 from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
@@ -179,17 +180,22 @@ class Engine:
         finally:
             self._sweep_retired()
 
-    def start_probes(self, probes: Iterable[Probe], digest: AdapterDigest | None) -> ProbeRun:
-        """Queue probes on the base or on an adapter that is held."""
-        wanted = tuple(probes)
-        run = ProbeRun(wanted)
-        num_pages = 0 if digest is None else self._packed[digest].num_pages
+    def start_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
+        """Queue probes on the base or on an adapter that is held, of which each linear is looked at first."""
+        wanted, digest = tuple(probes), None if adapter is None else adapter.digest
+        num_pages, is_exact = 0, True
+        if adapter is not None:
+            packed = self._packed[adapter.digest]
+            num_pages = packed.num_pages
+            if not self._decoder.ops.in_graphs:
+                is_exact = adds_exactly(self._decoder, self._geometry, packed, adapter, self.base.sites)
+        run = ProbeRun(wanted, is_exact=is_exact)
         for index, probe in enumerate(wanted):
             self._add(self._probes.add(run, index, probe, digest), num_pages, self._now)
         return run
 
-    def _run_probes(self, probes: Iterable[Probe], digest: AdapterDigest | None) -> ProbeRun:
-        run = self.start_probes(probes, digest)
+    def _run_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
+        run = self.start_probes(probes, adapter)
         while not run.done.is_set():
             self._backlog = self.step(self._now)  # with what was in it
         return run

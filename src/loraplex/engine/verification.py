@@ -6,7 +6,7 @@ own error on the same probes without an adapter: `ERRORS` times that, and as muc
 more sensitive to rounding, but of that no more than a part of what the adapter changes.
 
 In bfloat16 one wrong site of a deep base can hide in that. So what lies packed in host memory is compared too, value by
-value, with the adapter's file.
+value, with the adapter's file, and so is what each linear adds (`site_check.py`).
 """
 
 import threading
@@ -31,7 +31,7 @@ EFFECT_SHARE = 1 / 3  # of the adapter's effect: what may differ where it makes 
 BASE_SHARE = 1 / 8  # of the base's largest logit: an error beyond it is no rounding, the base itself is served wrongly
 FLOOR = 2.0**-16  # of the base's largest logit: what may differ where the engine has no error at all
 
-RunProbes = Callable[[Iterable[Probe], AdapterDigest | None], ProbeRun]
+RunProbes = Callable[[Iterable[Probe], Adapter | None], ProbeRun]
 """Runs probes on the base or on an adapter that is held, to their end."""
 
 
@@ -76,11 +76,11 @@ class Verifier:
             try:
                 probes = self._probes(packed.num_pages)
                 base = self._base(probes, run_probes)
-                served = run_probes(probes, adapter.digest).logits()
+                run = run_probes(probes, adapter)
             finally:
                 self._holder.release_adapter(adapter.digest)
-            if not holds_exactly(packed, adapter, self._loaded.description.sites):
-                served = None
+            is_exact = run.is_exact and holds_exactly(packed, adapter, self._loaded.description.sites)
+            served = run.logits() if is_exact else None
             return _compare(served, self._reference(probes, adapter), base)
 
     def _probes(self, num_pages: int) -> tuple[Probe, ...]:
