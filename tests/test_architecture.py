@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "model": {"core", "kernels"},
     "engine": {"core", "adapters", "pool", "scheduler", "kernels", "model"},
-    "server": {"core", "adapters"},
+    "server": {"core", "adapters", "registry"},
     "fleet": {"core", "server", "engine"},
     "planner": {"core", "adapters", "pool", "scheduler"},
 }
@@ -243,6 +243,23 @@ def unsafe_name(path: Path) -> Iterator[str]:
         names |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
         if names & UNSAFE_NAMES:
             yield f"{path.name}:{getattr(node, 'lineno', 0)} uses {sorted(names & UNSAFE_NAMES)}"
+
+
+def bendable(path: Path) -> Iterator[str]:
+    """Addresses that a request's Host header can change (RELIABILITY.md, T08)."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and node.attr in ("base_url", "url", "url_for", "url_path_for"):
+            yield f"{path.name}:{node.lineno} uses .{node.attr}"
+
+
+def test_the_server_never_looks_at_the_address_of_a_request() -> None:
+    assert [found for path in files_of("server") for found in bendable(path)] == []
+
+
+def test_the_gate_of_addresses_finds_them(tmp_path: Path) -> None:
+    path = tmp_path / "case.py"
+    path.write_text("def is_public(request):\n    return request.url.path == '/health'\n")
+    assert list(bendable(path)) == ["case.py:2 uses .url"]
 
 
 def unsafe(path: Path) -> list[str]:

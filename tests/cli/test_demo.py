@@ -1,15 +1,27 @@
 """What the demo shows."""
 
+import io
 import json
 import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from loraplex.cli.demo import curl_line, demo_base, describe_targets, find_adapters
+from loraplex.cli import demo_scenes as scenes
+from loraplex.cli.demo import demo_base, find_adapters
+from loraplex.cli.demo_calls import curl_line
 from loraplex.cli.launch import LoraModule
+from loraplex.cli.tables import describe_targets
 from loraplex.core import ConfigError
+from loraplex.registry import Registry, RegistryConfig
+from loraplex.server import ServerConfig, create_app
+from loraplex.server.admin_operations import AdminOperations
+from loraplex.testing import FakeEngine
+from tests.registry.helpers import BASE, adapter_dir, check_here
+from tests.server.helpers import LiveServer
 
 
 def test_adapters_of_a_folder_are_found_in_order_of_name(tmp_path: Path) -> None:
@@ -20,7 +32,11 @@ def test_adapters_of_a_folder_are_found_in_order_of_name(tmp_path: Path) -> None
     assert find_adapters(tmp_path) == [LoraModule("json", tmp_path / "json"), LoraModule("sql", tmp_path / "sql")]
 
 
-def test_a_folder_without_adapters_is_refused_with_the_option(tmp_path: Path) -> None:
+def test_a_folder_without_an_adapter_for_each_tenant_is_refused_with_the_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--adapters"):
+        find_adapters(tmp_path)
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="--adapters"):
         find_adapters(tmp_path)
 
@@ -45,10 +61,10 @@ def test_targets_are_described_in_few_letters(targets: tuple[str, ...], text: st
     assert describe_targets(targets) == text
 
 
-def test_the_curl_line_is_a_request_for_the_model() -> None:
-    words = shlex.split(curl_line("http://127.0.0.1:8000", "pirate"))
+def test_the_curl_line_is_a_request_for_the_model_with_a_key() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000", "lpx_live_x", "pirate"))
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
-    assert "Content-Type: application/json" in words
+    assert {"Content-Type: application/json", "Authorization: Bearer lpx_live_x"} <= set(words)
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "pirate"
     assert body["messages"][0]["role"] == "user"
@@ -61,3 +77,71 @@ def test_cache_folder_that_cannot_be_written_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr("loraplex.model.gguf_import.ensure_demo_base", refuse)
     with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
         demo_base(Console(quiet=True))
+
+
+# ---------------------------------------------------------------------- the scenes, on a fake engine
+@dataclass
+class Show:
+    """A stage before a live server."""
+
+    stage: scenes.Stage
+    url: str
+    text: Callable[[], str]
+
+
+@pytest.fixture
+def show(tmp_path: Path) -> Iterator[Show]:
+    engine = FakeEngine(description=replace(BASE, vocab_size=258), only_held=True)
+    modules = tuple(LoraModule(name, adapter_dir(tmp_path, seed)) for seed, name in enumerate(("a", "b", "c"), 1))
+    console = Console(file=io.StringIO(), width=200)
+    with Registry(RegistryConfig(tmp_path / "data"), validate=check_here) as registry:
+        server = LiveServer(create_app(engine, registry, ServerConfig(access_log=False)))
+        operations = AdminOperations(registry, registry.local_operator())
+        stage = scenes.Stage(console, operations, engine.base, engine.compare, modules)
+        try:
+            yield Show(stage, server.url, console.file.getvalue)  # type: ignore[attr-defined]
+        finally:
+            server.stop()
+
+
+def row(text: str, *words: str) -> list[str]:
+    """The words of the only line that holds all of these."""
+    (line,) = [line for line in text.splitlines() if all(word in line.split() for word in words)]
+    return line.split()
+
+
+def test_each_tenant_has_adapters_that_were_compared(show: Show) -> None:
+    cast, made = scenes.set_up(show.stage, lambda done, total: None)
+    assert cast.names == {"acme": ("a", "b"), "globex": ("c",)}
+    assert [one.version.state for one in made] == ["verified"] * 3
+    scenes.show_adapters(show.stage, made)
+    assert row(show.text(), "globex/c")[-1] == made[2].version.digest[:8]  # type: ignore[index]
+
+
+def test_the_batch_shows_who_asked_and_what_answered(show: Show) -> None:
+    cast, made = scenes.set_up(show.stage, lambda done, total: None)
+    scenes.mixed_batch(show.stage, show.url, cast)
+    text = show.text()
+    assert row(text, "acme", BASE.name)[2] == "-"
+    for who, name, one in (("acme", "a@1", made[0]), ("acme", "b@1", made[1]), ("globex", "c@1", made[2])):
+        assert row(text, who, name)[2] == one.version.digest[:8]  # type: ignore[index]
+
+
+def test_refusals_versions_damage_and_the_trail_are_shown(show: Show) -> None:
+    cast, _ = scenes.set_up(show.stage, lambda done, total: None)
+    scenes.refusals(show.stage, show.url, cast)
+    theirs, nothing = row(show.text(), "globex", "acme/a"), row(show.text(), "globex", "acme/made-up")
+    assert theirs[2:4] == nothing[2:4] == ["404", "model_not_found"]
+    assert [word.replace("acme/a'", "acme/made-up'") for word in theirs[4:]] == nothing[4:]
+    assert row(show.text(), "nobody")[2:4] == ["401", "invalid_api_key"]
+    scenes.versions(show.stage, show.url, cast)
+    order = [word for line in show.text().splitlines() for word in line.split()[1:2] if word.startswith("a@")]
+    assert order == ["a@1", "a@2", "a@1"]
+    scenes.damaged(show.stage)
+    assert "WEIGHTS_CORRUPT" in show.text()
+    assert "NONFINITE" in show.text()
+    assert "accepted" not in show.text()
+    scenes.audit_trail(show.stage)
+    assert "verified: whole" in show.text()
+    assert "alias.rollback" in show.text()
+    assert not any(key in show.text() for key in cast.keys.values())

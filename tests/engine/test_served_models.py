@@ -153,3 +153,27 @@ def test_loading_while_the_engine_forgets_the_same_weights_keeps_them(
     ref = harness.models.catalog.resolve("b")
     assert ref is not None
     assert harness.answer((1,), adapter=ref).tokens
+
+
+def test_weights_that_are_held_outlive_their_name(harness: Harness, paths: list[Path]) -> None:
+    first = harness.load("a", paths[0])
+    assert harness.models.acquire("a") == first
+    assert harness.models.acquire("a@1") == first
+    harness.models.unload("a")
+    with pytest.raises(ModelNotFound):
+        harness.models.acquire("a")
+    assert kept(harness) == {first.digest}
+    harness.models.release(first)
+    assert kept(harness) == {first.digest}
+    harness.models.release(first)
+    assert kept(harness) == set()
+
+
+def test_weights_that_a_name_stands_for_outlive_their_last_lease(harness: Harness, paths: list[Path]) -> None:
+    first = harness.load("a", paths[0])
+    assert harness.models.acquire("a") == first
+    second = harness.models.load("a", paths[1], created=0.0, replace=True)
+    assert kept(harness) == {first.digest, second.digest}
+    harness.models.release(first)
+    assert kept(harness) == {second.digest}
+    assert harness.models.acquire("base") is None

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,7 +28,25 @@ class Entry:
 
 
 class FakeCatalog:
-    """Two adapters, each callable by name and by name@version."""
+    """LocalModels with two adapters, each callable by name and by name@version."""
+
+    def __init__(self) -> None:
+        self.leased: list[AdapterRef] = []
+
+    def acquire(self, model: str) -> AdapterRef | None:
+        ref = self.resolve(model)
+        if ref is not None:
+            self.leased.append(ref)
+        return ref
+
+    def release(self, ref: AdapterRef) -> None:
+        self.leased.remove(ref)
+
+    def load(self, name: str, directory: Path, *, created: float, replace: bool = False) -> AdapterRef:
+        raise AssertionError("nothing is loaded here")
+
+    def unload(self, name: str) -> AdapterRef:
+        raise AssertionError("nothing is unloaded here")
 
     def resolve(self, model: str) -> AdapterRef | None:
         if model == BASE:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.core import NonFiniteOutput
 from loraplex.server import ServerConfig, create_app
 from loraplex.testing import FakeEngine
 
@@ -62,7 +63,28 @@ async def test_error_in_a_stream_is_on_the_line(
     engine.error, engine.error_after = RuntimeError("it broke"), 2
     await client.post("/v1/completions", json=completion(stream=True))
     line = lines(log_stream)[-1]
-    assert (line["status"], line["stream_error"], line["output_tokens"]) == (200, "internal_error", 2)
+    assert (line["status"], line["error_code"], line["output_tokens"]) == (200, "internal_error", 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_weights_that_ran_before_an_error_are_named(
+    client: httpx.AsyncClient, engine: FakeEngine, log_stream: io.StringIO, stream: bool
+) -> None:
+    engine.error, engine.error_after = NonFiniteOutput("beta@1"), 2
+    response = await client.post("/v1/completions", json=completion(model="beta", stream=stream))
+    assert response.status_code == (200 if stream else 500)
+    assert response.headers["x-loraplex-adapter"] == f"name=beta; version=1; digest={BETA.digest}"
+    line = lines(log_stream)[-1]
+    assert (line["model"], line["adapter_digest"], line["error_code"]) == ("beta@1", BETA.digest, "non_finite_output")
+    assert line["error_detail"] == "The model 'beta@1' produced NaN or infinite values; the request was stopped."
+
+
+async def test_the_message_of_a_clients_mistake_is_not_logged(
+    client: httpx.AsyncClient, log_stream: io.StringIO
+) -> None:
+    await client.post("/v1/completions", json=completion(temperature="canary"))
+    assert (lines(log_stream)[-1]["error_code"], lines(log_stream)[-1]["error_detail"]) == ("invalid_request", None)
+    assert "canary" not in log_stream.getvalue()
 
 
 async def test_model_name_cannot_forge_a_line(client: httpx.AsyncClient, log_stream: io.StringIO) -> None:

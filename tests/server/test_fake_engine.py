@@ -2,7 +2,16 @@
 
 import pytest
 
-from loraplex.core import EngineClient, Request, RequestId, RequestOutput, SamplingParams
+from loraplex.adapters import Adapter
+from loraplex.core import (
+    EngineClient,
+    EngineDead,
+    ModelNotFound,
+    Request,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+)
 from loraplex.testing import FakeEngine, fake_text
 
 from .helpers import ALPHA, BETA
@@ -74,3 +83,27 @@ def test_tokens_are_reversible() -> None:
     engine = FakeEngine()
     text = "Grüße, 世界"
     assert engine.decode(engine.encode(text)) == text
+
+
+async def test_adapters_come_and_go_and_only_held_ones_run_if_that_is_asked_for() -> None:
+    held = Adapter(BETA.digest, (), 1, 0, (), None)
+    engine = FakeEngine(only_held=True)
+    asked = Request(RequestId("r"), (1, 2), SamplingParams(max_tokens=2, ignore_eos=True), BETA)
+    with pytest.raises(ModelNotFound):
+        await anext(engine.generate(asked))
+    engine.add_adapter(held)
+    assert [output.finished async for output in engine.generate(asked)] == [False, True]
+    engine.retire_adapter(BETA.digest)
+    assert (engine.held, engine.retired) == ({}, [BETA.digest])
+    with pytest.raises(ModelNotFound):
+        await anext(engine.generate(asked))
+
+
+def test_comparisons_answer_what_was_set() -> None:
+    engine = FakeEngine()
+    adapter = Adapter(BETA.digest, (), 1, 0, (), None)
+    assert engine.compare(adapter).passed
+    engine.comparison = EngineDead("gone")
+    with pytest.raises(EngineDead):
+        engine.compare(adapter)
+    assert engine.compared == [BETA.digest] * 2

@@ -8,6 +8,9 @@ MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 4 * 2**20
 MAX_TENSORS = 20_000
 MAX_TENSOR_DIMS = 8
+MAX_PATTERN_CHARS = 512  # of a regular expression
+MAX_EXPRESSIONS = 256  # regular expressions of one config
+PATTERN_CPU_S = 2  # seconds of processor time for all of them
 DEFAULT_MAX_BYTES = 4 * 2**30
 
 

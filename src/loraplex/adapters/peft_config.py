@@ -7,9 +7,11 @@ must be switched off. A field that is in none of them is fine while it is null, 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from loraplex.adapters.limits import MAX_EXPRESSIONS
+from loraplex.adapters.patterns import Pattern, PatternKind, check_pattern
 from loraplex.adapters.refusal import field_invalid, show, unsupported
 from loraplex.adapters.strict_json import JsonError, parse_json_object, plain_object
 from loraplex.core import AdapterRefused, RefusalReason
@@ -17,7 +19,7 @@ from loraplex.core import AdapterRefused, RefusalReason
 ALL_LINEAR = "all-linear"
 MAX_PATTERNS = 4096  # entries of rank_pattern, alpha_pattern or layers_pattern; each is compared with each site
 _MAX_RANK = 2**31 - 1
-# Without metacharacters but ".", which stands for any one character as in PEFT.
+# Without metacharacters but ".", which stands for any one character: matched here, no expression is run.
 _LITERAL_PATTERN = re.compile(r"[A-Za-z0-9_.-]+")
 
 _READ = frozenset(
@@ -80,18 +82,22 @@ _PLAIN_INITS = frozenset({"gaussian", "orthogonal", "eva"})
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What a config says about plain LoRA. Patterns keep the order of the file: the first match counts."""
+    """What a config says about plain LoRA. Patterns keep the order of the file: the first match counts.
+
+    `expressions` are those that need more than the comparison of names.
+    """
 
     rank: int
     alpha: float
     use_rslora: bool
-    target_modules: frozenset[str] | None  # None is "all-linear"
-    exclude_modules: frozenset[str]
+    target_modules: frozenset[str] | str | None  # a string is an expression; None is "all-linear"
+    exclude_modules: frozenset[str] | str
     layers_to_transform: frozenset[int]  # empty is all layers
     layers_pattern: tuple[str, ...]  # empty is any name before the layer's number
     rank_pattern: tuple[tuple[str, int], ...]
     alpha_pattern: tuple[tuple[str, float], ...]
     declared_base: str | None
+    expressions: tuple[Pattern, ...] = ()
 
 
 def parse_document(data: bytes) -> dict[str, object]:
@@ -113,19 +119,44 @@ def read_config(document: Mapping[str, object]) -> PeftConfig:
     _check_types(document)
     _check_features(document)
     _check_plain(document)
-    targets = _read_targets(document)
+    targets, excluded = _read_targets(document), _read_excluded(document)
+    ranks, alphas = _read_pattern(document, "rank_pattern"), _read_pattern(document, "alpha_pattern")
+    layers_pattern = _read_layers_pattern(document, targets)
+    expressions = (
+        *_expressions("target_modules", PatternKind.WHOLE, [targets] if isinstance(targets, str) else ()),
+        *_expressions("exclude_modules", PatternKind.WHOLE, [excluded] if isinstance(excluded, str) else ()),
+        *_expressions("rank_pattern", PatternKind.SUFFIX, [key for key, _ in ranks]),
+        *_expressions("alpha_pattern", PatternKind.SUFFIX, [key for key, _ in alphas]),
+        *_expressions("layers_pattern", PatternKind.LAYER, layers_pattern),
+    )
+    if len(expressions) > MAX_EXPRESSIONS:
+        raise field_invalid(expressions[-1].field, len(expressions), f"at most {MAX_EXPRESSIONS} regular expressions")
     return PeftConfig(
         rank=_read_rank("r", document.get("r")),
         alpha=_read_alpha("lora_alpha", document.get("lora_alpha")),
         use_rslora=_read_flag(document, "use_rslora"),
         target_modules=targets,
-        exclude_modules=_read_excluded(document),
+        exclude_modules=excluded,
         layers_to_transform=_read_layers(document, targets),
-        layers_pattern=_read_layers_pattern(document, targets),
-        rank_pattern=tuple((key, _read_rank(key, value)) for key, value in _read_pattern(document, "rank_pattern")),
-        alpha_pattern=tuple((key, _read_alpha(key, value)) for key, value in _read_pattern(document, "alpha_pattern")),
+        layers_pattern=layers_pattern,
+        rank_pattern=tuple((key, _read_rank(key, value)) for key, value in ranks),
+        alpha_pattern=tuple((key, _read_alpha(key, value)) for key, value in alphas),
         declared_base=_read_declared_base(document),
+        expressions=expressions,
     )
+
+
+def _expressions(field: str, kind: PatternKind, texts: Sequence[str]) -> tuple[Pattern, ...]:
+    """Those of a field's patterns that have to be run. Raises AdapterRefused for one that is too long."""
+    wanted = tuple(Pattern(field, kind, text) for text in texts if is_expression(kind, text))
+    for pattern in wanted:
+        check_pattern(field, pattern.text)
+    return wanted
+
+
+def is_expression(kind: PatternKind, text: str) -> bool:
+    """Whether a pattern is more than a name in which "." stands for any one character."""
+    return kind is PatternKind.WHOLE or _LITERAL_PATTERN.fullmatch(text) is None
 
 
 def _all_finite(value: object) -> bool:
@@ -211,15 +242,7 @@ def _read_pattern(document: Mapping[str, object], field: str) -> tuple[tuple[str
     value = document.get(field, {})
     if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
         raise field_invalid(field, value, f"an object of at most {MAX_PATTERNS} entries")
-    for key in value:
-        _check_literal(field, key)
     return tuple(value.items())
-
-
-def _check_literal(field: str, pattern: str) -> None:
-    """Patterns of an adapter are never run as regular expressions, so they may not need to be."""
-    if _LITERAL_PATTERN.fullmatch(pattern) is None:
-        raise unsupported(field, pattern, "patterns are taken as plain module names, never as regular expressions")
 
 
 def _read_names(field: str, value: object) -> tuple[str, ...]:
@@ -232,33 +255,31 @@ def _read_names(field: str, value: object) -> tuple[str, ...]:
     return names
 
 
-def _read_targets(document: Mapping[str, object]) -> frozenset[str] | None:
+def _read_targets(document: Mapping[str, object]) -> frozenset[str] | str | None:
     value = document.get("target_modules")
-    if isinstance(value, str):
-        if value.lower() == ALL_LINEAR:
-            return None
-        raise unsupported("target_modules", value, "patterns are never run as regular expressions; list the modules")
-    names = _read_names("target_modules", value)
+    if isinstance(value, str) and value.lower() == ALL_LINEAR:
+        return None
+    names = value if isinstance(value, str) else _read_names("target_modules", value)
     if not names:
         message = "adapter_config.json: 'target_modules' is empty, so the adapter adapts nothing."
         raise AdapterRefused(RefusalReason.TARGET_NOT_COVERED, message, "target_modules")
-    return frozenset(names)
+    return names if isinstance(names, str) else frozenset(names)
 
 
-def _read_excluded(document: Mapping[str, object]) -> frozenset[str]:
+def _read_excluded(document: Mapping[str, object]) -> frozenset[str] | str:
     value = document.get("exclude_modules")
-    if isinstance(value, str):
-        raise unsupported("exclude_modules", value, "patterns are never run as regular expressions; list the modules")
-    return frozenset(() if value is None else _read_names("exclude_modules", value))
+    if not value and value in (None, ""):
+        return frozenset()
+    return value if isinstance(value, str) else frozenset(_read_names("exclude_modules", value))
 
 
-def _read_layers(document: Mapping[str, object], targets: frozenset[str] | None) -> frozenset[int]:
+def _read_layers(document: Mapping[str, object], targets: frozenset[str] | str | None) -> frozenset[int]:
     field = "layers_to_transform"
     value = document.get(field)
     if value is None:
         return frozenset()
-    if targets is None:
-        raise field_invalid(field, value, f"null when target_modules is {ALL_LINEAR!r}")
+    if not isinstance(targets, frozenset):
+        raise field_invalid(field, value, "null when target_modules is a string")
     items = value if isinstance(value, list) else [value]
     layers = tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
     if len(layers) != len(items):
@@ -266,13 +287,13 @@ def _read_layers(document: Mapping[str, object], targets: frozenset[str] | None)
     return frozenset(layers)
 
 
-def _read_layers_pattern(document: Mapping[str, object], targets: frozenset[str] | None) -> tuple[str, ...]:
+def _read_layers_pattern(document: Mapping[str, object], targets: frozenset[str] | str | None) -> tuple[str, ...]:
     field = "layers_pattern"
     value = document.get(field)
     if value is None:
         return ()
-    if targets is None:
-        raise field_invalid(field, value, f"null when target_modules is {ALL_LINEAR!r}")
+    if not isinstance(targets, frozenset):
+        raise field_invalid(field, value, "null when target_modules is a string")
     if not value:
         value = []
     patterns = (value,) if isinstance(value, str) else _read_names(field, value)
@@ -280,8 +301,6 @@ def _read_layers_pattern(document: Mapping[str, object], targets: frozenset[str]
         raise field_invalid(field, value, "null when layers_to_transform is null")
     if len(patterns) > MAX_PATTERNS:
         raise field_invalid(field, value, f"a list of at most {MAX_PATTERNS} entries")
-    for pattern in patterns:
-        _check_literal(field, pattern)
     return patterns
 
 

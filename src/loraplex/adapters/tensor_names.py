@@ -1,8 +1,8 @@
 """From tensor names to (site, A or B). Wrappers that trainers leave in a name are taken off; all else must fit exactly.
 
-Taken off: parts that torch.compile, FSDP and activation checkpointing insert anywhere, `module.` of DDP in front,
-PEFT's `base_model.model.` in front, and the adapter name `default` before `weight`. No module of a base has such a
-name, so what remains is unambiguous; two tensors that end up with one name are refused.
+Taken off: parts that torch.compile, DDP, FSDP, activation checkpointing and multimodal models around the language model
+insert anywhere, PEFT's `base_model.model.` in front, and the adapter name `default` before `weight`. No module of a
+base has such a name, so what remains is unambiguous; two tensors that end up with one name are refused.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,8 +14,7 @@ from loraplex.adapters.targets import VOCABULARY_MODULES
 from loraplex.adapters.types import TensorView
 from loraplex.core import AdapterRefused, BaseDescription, BaseSite, RefusalReason
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_DDP = "module"
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "language_model"})
 _PEFT_PREFIX = ("base_model", "model")
 _FEATURES = {
     "lora_magnitude_vector": "belongs to DoRA",
@@ -107,8 +106,6 @@ def read_name(name: str, sites: Mapping[str, BaseSite], base: BaseDescription) -
 def _unwrap(name: str) -> list[str]:
     """The parts of a name without what wrappers put into it."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    while len(parts) > 1 and parts[0] == _DDP:
-        del parts[0]
     if tuple(parts[:2]) == _PEFT_PREFIX:
         del parts[:2]
     return parts or [""]

@@ -11,13 +11,14 @@ from rich.console import Console
 from loraplex.cli.progress import progress_bar
 from loraplex.cli.say import say
 from loraplex.cli.sizes import format_size
-from loraplex.core import AdapterRefused, ConfigError
+from loraplex.core import AdapterRefused, ConfigError, ServerError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from loraplex.adapters import CatalogEntry
     from loraplex.engine import AsyncEngine, EngineConfig, LoadedBase, ServedModels
+    from loraplex.registry import Registry, RegistryConfig
     from loraplex.server import ServerConfig
 
 
@@ -57,13 +58,20 @@ def _module_of_json(text: str) -> LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A server ready to run."""
+    """A server ready to run. With a `registry`, `models` has no names."""
 
     app: "FastAPI"
     engine: "AsyncEngine"
     models: "ServedModels"
     base: "LoadedBase"
     started_s: float = field(default_factory=time.monotonic)
+    registry: "Registry | None" = None
+
+    def close(self) -> None:
+        """End the engine's thread and close the registry."""
+        self.engine.stop()
+        if self.registry is not None:
+            self.registry.close()
 
 
 def launch(
@@ -73,9 +81,44 @@ def launch(
     server_config: "ServerConfig",
     console: Console,
     name: str | None = None,
+    registry_config: "RegistryConfig | None" = None,
 ) -> Launched:
     """Load everything and start the engine's thread. Raises BaseRefused, AdapterRefused or ConfigError."""
     started_s = time.monotonic()
+    registry = None if registry_config is None else open_registry(registry_config, console)
+    try:
+        return _launch(base_dir, modules, engine_config, server_config, console, name, registry, started_s)
+    except BaseException:
+        if registry is not None:
+            registry.close()
+        raise
+
+
+def open_registry(config: "RegistryConfig", console: Console) -> "Registry":
+    """The registry, with its store swept. Raises ConfigError if it cannot be opened."""
+    from loraplex.registry import Registry
+
+    try:
+        registry = Registry(config)
+    except ServerError as error:
+        raise ConfigError(f"The registry cannot be opened (--data-dir, --database-url): {error.message}") from error
+    try:
+        registry.sweep()
+    except ServerError as error:  # old files stay a while longer, which harms nobody
+        say(console, f"warning: files that no adapter needs were not removed: {error.message}", style="yellow")
+    return registry
+
+
+def _launch(
+    base_dir: Path,
+    modules: list[LoraModule],
+    engine_config: "EngineConfig",
+    server_config: "ServerConfig",
+    console: Console,
+    name: str | None,
+    registry: "Registry | None",
+    started_s: float,
+) -> Launched:
     with progress_bar(console, "Loading weights") as progress:
         progress(0, 1)
         from loraplex.adapters import AdapterLimits
@@ -95,9 +138,9 @@ def launch(
         if warning is not None:
             say(console, warning, style="yellow")
     client = AsyncEngine(engine)
-    app = create_app(client, models.catalog, server_config)
+    app = create_app(client, models if registry is None else registry, server_config)
     client.start()
-    return Launched(app, client, models, base, started_s)
+    return Launched(app, client, models, base, started_s, registry)
 
 
 def _load_adapter(models: "ServedModels", module: LoraModule) -> None:
@@ -143,6 +186,14 @@ def ready_line(launched: Launched, host: str, port: int) -> str:
     address = f"[{host}]" if ":" in host else host
     return (
         f"Ready in {seconds:.1f} s: http://{address}:{port}/v1 serves {base.description.name} "
-        f"({base.description.fingerprint[:12]}, {dtype}) with {len(launched.models.catalog.list())} adapters; "
+        f"({base.description.fingerprint[:12]}, {dtype}) with {_models_note(launched)}; "
         f"pool {pool} = {geometry.num_pages} pages of {geometry.page_tokens} tokens; kernels: {base.kernels}"
     )
+
+
+def _models_note(launched: Launched) -> str:
+    """Whose adapters there are."""
+    if launched.registry is None:
+        return f"{len(launched.models.catalog.list())} adapters, no registry"
+    counts = launched.registry.tenants.count(launched.registry.local_operator())
+    return f"a registry of {counts.tenants} tenants with {counts.adapters} active adapters"

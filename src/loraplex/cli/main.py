@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import typer
 from rich.console import Console
 
+from loraplex.cli import adapter, audit, key, tenant
 from loraplex.cli.demo import demo
 from loraplex.cli.fingerprint import fingerprint
 from loraplex.cli.import_gguf import import_gguf
 from loraplex.cli.say import say
 from loraplex.cli.serve import serve
-from loraplex.core import ClientError
+from loraplex.core import AdapterRefused, BaseRefused, ClientError, LoraplexError
 
 app = typer.Typer(
     help="Serve one base LLM with many LoRA adapters: the right weights for every request.",
@@ -23,6 +24,10 @@ app.command()(serve)
 app.command()(demo)
 app.command()(fingerprint)
 app.command(name="import-gguf")(import_gguf)
+app.add_typer(adapter.app, name="adapter")
+app.add_typer(tenant.app, name="tenant")
+app.add_typer(key.app, name="key")
+app.add_typer(audit.app, name="audit")
 
 
 def spread_values(argv: Sequence[str], option: str = "--lora-modules") -> list[str]:
@@ -41,10 +46,10 @@ def spread_values(argv: Sequence[str], option: str = "--lora-modules") -> list[s
 
 
 def main() -> None:
-    """Run a command; a mistake of the caller's is one line on stderr and status 2."""
+    """Run a command. An error is one line on stderr; status 2 for a mistake of the caller's, 3 for what broke here."""
     try:
         app(spread_values(sys.argv[1:]))
-    except ClientError as error:
-        code = getattr(error, "reason_code", error.code)
+    except LoraplexError as error:
+        code = error.reason_code if isinstance(error, AdapterRefused | BaseRefused) else error.code
         say(Console(stderr=True), f"error {code}: {error.message}")
-        raise SystemExit(2) from None
+        raise SystemExit(2 if isinstance(error, ClientError) else 3) from None

@@ -1,22 +1,57 @@
 """`loraplex serve`: an OpenAI-compatible server."""
 
 from pathlib import Path
+from socket import socket
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from loraplex.cli.launch import launch, parse_lora_module, ready_line
-from loraplex.cli.listen import bind_sockets, run_bound
+from loraplex.cli.launch import Launched, launch, ready_line
+from loraplex.cli.listen import run_bound
 from loraplex.cli.say import say
+from loraplex.cli.serve_settings import (
+    DEFAULT_HOST_ADAPTERS,
+    open_port,
+    registry_config,
+    runtime_roots,
+    start_modules,
+    usable_key,
+)
 from loraplex.cli.sizes import parse_size
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 _Modules = typer.Option("--lora-modules", help='Adapters: name=path (repeatable), or {"name": ..., "path": ...}.')
 _Name = typer.Option(help="Name of the base in requests; default: the directory's name.")
-_Key = typer.Option(envvar="LORAPLEX_API_KEY", help="Bearer key for all routes but /health, /ready and /metrics.")
+_Key = typer.Option(
+    envvar="LORAPLEX_API_KEY",
+    help="The one bearer key of a server without a registry, for all routes but /health, /ready and /metrics.",
+)
+_DataDir = typer.Option(
+    envvar="LORAPLEX_DATA_DIR", help="Data directory of the registry: tenants, keys, adapters. Default: no registry."
+)
+_Database = typer.Option(
+    envvar="LORAPLEX_DATABASE_URL", help="PostgreSQL database of the registry; default: SQLite in the data directory."
+)
+_Artifacts = typer.Option(
+    envvar="LORAPLEX_ARTIFACTS_URL",
+    help="s3://, gs:// or az:// place of the adapters' files; default: in the data directory.",
+)
+_NoAuth = typer.Option(
+    "--insecure-no-auth", help="Without a registry and a key, listen beyond this machine all the same."
+)
+_Runtime = typer.Option(
+    "--allow-runtime-lora-updating",
+    envvar=["LORAPLEX_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"],
+    help="Offer vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter to operators.",
+)
+_Root = typer.Option("--lora-root", help="Directory below which adapters may be loaded at run time (repeatable).")
+_MaxCpuLoras = typer.Option(
+    help=f"Most adapters of a registry in host memory; default: {DEFAULT_HOST_ADAPTERS}, or --max-loras if more.",
+    min=1,
+)
+_PublicMetrics = typer.Option(
+    "--public-metrics", help="With a registry, serve /metrics without a key too; it shows names of adapters at work."
+)
 _EnableLora = typer.Option("--enable-lora", help="Accepted for vLLM's sake; adapters are always enabled.")
 _MaxLoras = typer.Option(help="Most distinct adapters in one step; reserves no memory.", min=1)
 _MaxRank = typer.Option(help="Refuse adapters of a higher rank; reserves no memory.", min=1)
@@ -39,14 +74,23 @@ _Threads = typer.Option(help="CPU threads; default: the cores this process may u
 
 
 def serve(
+    ctx: typer.Context,
     base: Annotated[Path, typer.Argument(help="Hugging Face directory of the base model.")],
     lora_modules: Annotated[list[str] | None, _Modules] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, _Name] = None,
+    data_dir: Annotated[Path | None, _DataDir] = None,
+    database_url: Annotated[str | None, _Database] = None,
+    artifacts_url: Annotated[str | None, _Artifacts] = None,
     api_key: Annotated[str | None, _Key] = None,
+    insecure_no_auth: Annotated[bool, _NoAuth] = False,
+    allow_runtime_lora_updating: Annotated[bool, _Runtime] = False,
+    lora_root: Annotated[list[Path] | None, _Root] = None,
+    public_metrics: Annotated[bool, _PublicMetrics] = False,
     enable_lora: Annotated[bool, _EnableLora] = True,
     max_loras: Annotated[int, _MaxLoras] = 32,
+    max_cpu_loras: Annotated[int | None, _MaxCpuLoras] = None,
     max_lora_rank: Annotated[int | None, _MaxRank] = None,
     kv_pages: Annotated[int | None, typer.Option(help="Pages of the pool for KV and adapters.", min=1)] = None,
     memory: Annotated[str | None, _Memory] = None,
@@ -62,7 +106,7 @@ def serve(
 ) -> None:
     """Serve a base model and its adapters over an OpenAI-compatible HTTP API."""
     from loraplex.engine.config import EngineConfig
-    from loraplex.server import RunConfig, ServerConfig, build_server
+    from loraplex.server import ServerConfig
 
     console = Console(stderr=True)
     engine_config = EngineConfig(
@@ -80,21 +124,30 @@ def serve(
         enforce_eager=enforce_eager,
         max_waiting=max_waiting,
     )
-    modules = [parse_lora_module(text) for text in lora_modules or ()]
-    sockets = bind_sockets(host, port)
-    launched = launch(base, modules, engine_config, ServerConfig(api_key=api_key), console, served_model_name)
-    if launched.base.note:
-        say(console, f"note: {launched.base.note}", style="yellow")
-    if host not in _LOOPBACK and api_key is None:
-        warning = f"warning: listening on {host} without --api-key: whoever reaches it may use every adapter."
-        say(console, warning, style="yellow")
+    registry = registry_config(data_dir, database_url, artifacts_url, max_lora_rank)
+    key, roots = usable_key(ctx, api_key, registry, console), runtime_roots(allow_runtime_lora_updating, lora_root)
+    room = max_cpu_loras or max(DEFAULT_HOST_ADAPTERS, max_loras)
+    config = ServerConfig(key, max_host_adapters=room, adapter_roots=roots, public_metrics=public_metrics)
+    modules, sockets = start_modules(lora_modules, registry), open_port(host, port, key, registry, insecure_no_auth)
+    run(
+        launch(base, modules, engine_config, config, console, served_model_name, registry), sockets, host, port, console
+    )
+
+
+def run(launched: Launched, sockets: list[socket], host: str, port: int, console: Console) -> None:
+    """Serve until a signal comes or the engine fails, and clean up. Raises typer.Exit(1) if it failed."""
+    from loraplex.server import RunConfig, build_server
 
     def on_ready(at: str, real_port: int) -> None:
         say(console, ready_line(launched, at, real_port))
 
+    if launched.base.note:
+        say(console, f"note: {launched.base.note}", style="yellow")
     server = build_server(launched.app, RunConfig(host=host, port=port), on_ready)
     launched.engine.on_failure = lambda: setattr(server, "should_exit", True)
-    run_bound(server.run, sockets, host, port)
-    launched.engine.stop()
+    try:
+        run_bound(server.run, sockets, host, port)
+    finally:
+        launched.close()
     if launched.engine.failure is not None:
         raise typer.Exit(1)

@@ -1,6 +1,7 @@
 """Value types, ids, limits and errors shared by all rooms. Imports nothing heavy."""
 
 from loraplex.core.base import BaseDescription, BaseSite
+from loraplex.core.comparison import AdapterComparison
 from loraplex.core.engine_client import EngineClient, EngineStats
 from loraplex.core.errors import (
     AdapterRefused,
@@ -32,6 +33,7 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.core.types import AdapterDigest, BaseFingerprint, PageId, RequestId, SequenceId
 
 __all__ = [
+    "AdapterComparison",
     "AdapterDigest",
     "AdapterRef",
     "AdapterRefused",

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from loraplex.core.base import BaseDescription
 from loraplex.core.request import ChatMessage, Request, RequestOutput
+from loraplex.core.types import AdapterDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,10 @@ class EngineStats:
 
 
 class EngineClient(Protocol):
-    """One engine. All methods are called from the server's event loop and none blocks it for long."""
+    """One engine. All methods are called from the server's event loop and none blocks it for long.
+
+    What takes an adapter's weights is in `server.ServingEngine`: this room does not know what an adapter is.
+    """
 
     @property
     def base(self) -> BaseDescription:
@@ -64,6 +68,10 @@ class EngineClient(Protocol):
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Run a request. Closing the iterator early cancels it. Raises InvalidRequest, Overloaded or EngineDead."""
+        ...
+
+    def retire_adapter(self, digest: AdapterDigest) -> None:
+        """No new requests for an adapter; its memory goes once those that run have ended. From any thread."""
         ...
 
     def stats(self) -> EngineStats:

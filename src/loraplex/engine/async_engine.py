@@ -5,10 +5,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from loraplex.adapters import Adapter
 from loraplex.core import (
+    AdapterComparison,
+    AdapterDigest,
     BaseDescription,
     ChatMessage,
     EngineDead,
@@ -20,9 +23,11 @@ from loraplex.core import (
 )
 from loraplex.engine.engine import Engine, StepResult
 from loraplex.engine.outputs import RequestFailed
+from loraplex.engine.probes import Probe, ProbeRun
 
 HEARTBEAT_S = 10.0
 _IDLE_TICK_S = 1.0
+_PROBE_TICK_S = 0.02
 _STOPPED = "The engine has stopped."
 
 _log = logging.getLogger(__name__)
@@ -84,9 +89,50 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Keep an adapter in host memory, ready for requests; also one that was retired. Raises AdapterRefused."""
+        self.engine.add_adapter(adapter)
+
+    def retire_adapter(self, digest: AdapterDigest) -> None:
+        self.engine.retire_adapter(digest)
+
+    def compare(self, adapter: Adapter) -> AdapterComparison:
+        """Compare an adapter with its merged reference (`Engine.compare`) while requests go on.
+
+        Blocks for seconds: call it from a worker thread, any but the engine's. Raises AdapterRefused if the adapter
+        cannot be brought into the pool, and EngineDead.
+        """
+        return self.engine.verifier.compare(adapter, self._run_probes)
+
+    def _run_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
+        """Have the engine's thread queue the probes, and wait until they have ended."""
+        answers: queue.SimpleQueue[ProbeRun | Exception] = queue.SimpleQueue()
+
+        def start() -> None:
+            try:
+                answers.put(self.engine.start_probes(probes, adapter))
+            except Exception as error:  # the one who compares gets it; the engine goes on
+                answers.put(error)
+
+        self._check_alive()
+        if not self._submit(start):
+            raise EngineDead(_STOPPED)
+        while answers.empty():
+            self._check_alive()
+            time.sleep(_PROBE_TICK_S)
+        run = answers.get()
+        if isinstance(run, Exception):
+            raise run
+        while not run.done.wait(_PROBE_TICK_S):
+            self._check_alive()
+        return run
+
+    def _check_alive(self) -> None:
         if not self._thread.is_alive() or self._stopping:
             raise EngineDead(_STOPPED)
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        self._check_alive()
         self.engine.check(request)
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         is_finished = False

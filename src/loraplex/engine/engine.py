@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from loraplex.adapters import Adapter
 from loraplex.core import (
+    AdapterComparison,
     AdapterDigest,
     ConfigError,
     EngineStats,
@@ -29,7 +31,10 @@ from loraplex.engine.batch import PageBuffer
 from loraplex.engine.loading import LoadedBase, Progress
 from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
 from loraplex.engine.packing import PackedAdapter, pack_adapter
+from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
 from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
+from loraplex.engine.site_check import adds_exactly
+from loraplex.engine.verification import Verifier
 from loraplex.model import Sampled, SamplingRow, needs_host
 from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
 
@@ -83,7 +88,8 @@ class _Counters:
 class Engine:
     """One base on one device with the adapters registered to it.
 
-    `add_adapter`, `check` and `stats` may be called from any thread; the rest belongs to the thread that steps.
+    `add_adapter`, `retire_adapter`, `hold_adapter`, `release_adapter`, `check` and `stats` may be called from any
+    thread; the rest belongs to the thread that steps.
     """
 
     def __init__(
@@ -103,13 +109,18 @@ class Engine:
         self._packed: dict[AdapterDigest, PackedAdapter] = {}
         self._retired: set[AdapterDigest] = set()
         self._unfilled: set[AdapterDigest] = set()  # resident, but their pages were not written yet
-        self._adapters_lock = threading.Lock()  # over changes of the two above
+        self._held: Counter[AdapterDigest] = Counter()  # kept for comparisons, whether or not they are retired
+        self._adapters_lock = threading.Lock()  # over changes of packed, retired and held adapters
         self._requests: dict[RequestId, RequestState] = {}
         self._owner: dict[SequenceId, RequestState] = {}
         self._seeds: dict[SequenceId, int] = {}
         self._random = random.SystemRandom()
         self._counters = _Counters()
         self._on_logits = on_logits
+        self._probes = ProbeBook()
+        self._backlog: list[StepResult] = []  # of steps that a comparison made
+        self._now = 0.0  # of the last step
+        self.verifier = Verifier(self, base)
         self.on_layer: Callable[[], None] = lambda: None  # called before every layer of a step
         self._stats = EngineStats()
         self._snapshot()
@@ -117,13 +128,17 @@ class Engine:
     # ------------------------------------------------------------------ adapters
     def add_adapter(self, adapter: Adapter) -> None:
         """Pack an adapter and keep it in host memory, ready to be paged in. Raises AdapterRefused."""
-        packed = self._packed.get(adapter.digest)
-        if packed is None:
-            on_gpu = self._decoder.device.type == "cuda"
-            packed = pack_adapter(adapter, self.base.sites, self._geometry, self._decoder.dtype, pin_memory=on_gpu)
+        packed = self._pack(adapter)
         with self._adapters_lock:
             self._packed.setdefault(adapter.digest, packed)
             self._retired.discard(adapter.digest)
+
+    def _pack(self, adapter: Adapter) -> PackedAdapter:
+        packed = self._packed.get(adapter.digest)
+        if packed is not None:
+            return packed
+        on_gpu = self._decoder.device.type == "cuda"
+        return pack_adapter(adapter, self.base.sites, self._geometry, self._decoder.dtype, pin_memory=on_gpu)
 
     def retire_adapter(self, digest: AdapterDigest) -> None:
         """No new requests for it; its memory goes once the requests that run have ended."""
@@ -132,11 +147,63 @@ class Engine:
 
     def _sweep_retired(self) -> None:
         with self._adapters_lock:
-            for digest in [d for d in self._retired if not self.scheduler.uses_adapter(d)]:
+            for digest in [d for d in self._retired if not self._held[d] and not self.scheduler.uses_adapter(d)]:
                 if self.scheduler.residency.is_resident(digest):
                     self.scheduler.residency.evict(digest)
                 self._packed.pop(digest, None)
                 self._retired.discard(digest)
+
+    def hold_adapter(self, adapter: Adapter) -> PackedAdapter:
+        """Keep an adapter for a comparison until `release_adapter`; what is paged in. Raises AdapterRefused.
+
+        One that was not added stays unknown to requests.
+        """
+        packed = self._pack(adapter)
+        with self._adapters_lock:
+            if adapter.digest not in self._packed:
+                self._packed[adapter.digest] = packed
+                self._retired.add(adapter.digest)
+            self._held[adapter.digest] += 1
+            return self._packed[adapter.digest]
+
+    def release_adapter(self, digest: AdapterDigest) -> None:
+        """Undo one `hold_adapter`. What nobody added meanwhile goes after the next step."""
+        with self._adapters_lock:
+            self._held[digest] -= 1
+            if not self._held[digest]:
+                del self._held[digest]
+
+    # ------------------------------------------------------------------ comparisons
+    def compare(self, adapter: Adapter) -> AdapterComparison:
+        """Compare what the engine computes with an adapter to a merged reference (`verification.py`). Steps meanwhile.
+
+        The adapter need not have been added. Requests that run go on; the next `step` gives their outputs. Raises
+        AdapterRefused if the adapter cannot be brought into the pool.
+        """
+        try:
+            return self.verifier.compare(adapter, self._run_probes)
+        finally:
+            self._sweep_retired()
+
+    def start_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
+        """Queue probes on the base or on an adapter that is held, of which each linear is looked at first."""
+        wanted, digest = tuple(probes), None if adapter is None else adapter.digest
+        num_pages, is_exact = 0, True
+        if adapter is not None:
+            packed = self._packed[adapter.digest]
+            num_pages = packed.num_pages
+            if not self._decoder.ops.in_graphs:
+                is_exact = adds_exactly(self._decoder, self._geometry, packed, adapter, self.base.sites)
+        run = ProbeRun(wanted, is_exact=is_exact)
+        for index, probe in enumerate(wanted):
+            self._add(self._probes.add(run, index, probe, digest), num_pages, self._now)
+        return run
+
+    def _run_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
+        run = self.start_probes(probes, adapter)
+        while not run.done.is_set():
+            self._backlog = self.step(self._now)  # with what was in it
+        return run
 
     # ------------------------------------------------------------------ requests
     def check(self, request: Request) -> None:
@@ -170,7 +237,10 @@ class Engine:
         self.check(request)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is already running.", "request_id")
-        added = self.scheduler.add(request, self._pages_of(request), self.tokenizer.eos_token_ids, now)
+        self._add(request, self._pages_of(request), now)
+
+    def _add(self, request: Request, adapter_pages: int, now: float) -> None:
+        added = self.scheduler.add(request, adapter_pages, self.tokenizer.eos_token_ids, now)
         state = self._outputs.start(request, (seq.seq_id for seq in added))
         self._requests[request.request_id] = state
         first_seed = request.params.seed
@@ -192,7 +262,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.sequences) or self._started is not None
+        return bool(self.scheduler.sequences or self._backlog) or self._started is not None
 
     # ------------------------------------------------------------------ one step
     def step(self, now: float) -> list[StepResult]:
@@ -201,7 +271,8 @@ class Engine:
         Where the device runs by itself, a step is started and the outputs are those of the one before: the host plans
         and answers while the device computes.
         """
-        results: list[StepResult] = []
+        self._now = now
+        results, self._backlog = self._backlog, []
         if self._started is not None and not self._may_overlap():
             results += self._collect(self._started)
         plan = self.scheduler.schedule(now)
@@ -220,13 +291,15 @@ class Engine:
 
     def _may_overlap(self) -> bool:
         """Whether the next step can be drawn before this one's tokens are known."""
-        return not any(needs_host(seq.params, seq.num_output_tokens) for seq in self.scheduler.running)
+        running = self.scheduler.running
+        return not self._probes and not any(needs_host(seq.params, seq.num_output_tokens) for seq in running)
 
     def _start(self, plan: StepPlan) -> _Started:
         load_s = self._load(plan)
         self._identify(plan, load_s)
         drawing = [self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks if chunk.samples]
-        observe = None if self._on_logits is None else lambda logits: self._observe(drawing, logits)
+        is_observed = self._on_logits is not None or any(seq.request_id in self._probes for seq in drawing)
+        observe = (lambda logits: self._observe(drawing, logits)) if is_observed else None
         step = Step(
             plan,
             self.scheduler.sequences,
@@ -273,8 +346,10 @@ class Engine:
                 )
 
     def _observe(self, drawing: Iterable[Sequence], logits: Tensor) -> None:
-        if self._on_logits is not None:
-            for row, seq in zip(logits, drawing, strict=True):
+        for row, seq in zip(logits, drawing, strict=True):
+            if seq.request_id in self._probes:
+                self._probes.observe(seq.request_id, row)
+            elif self._on_logits is not None:
                 index = self._owner[seq.seq_id].sequences[seq.seq_id].index
                 self._on_logits(seq.request_id, index, row.clone())
 
@@ -285,20 +360,29 @@ class Engine:
         return SamplingRow(params, seq.token_ids, seq.prompt_len, self._seeds[seq.seq_id], forbidden)
 
     def _commit(self, plan: StepPlan, sampled: dict[SequenceId, Sampled]) -> list[StepResult]:
-        committed = self.scheduler.commit(plan, {seq_id: one.token_id for seq_id, one in sampled.items()})
+        committed = self.scheduler.commit(plan, {seq_id: self._token(seq_id, one) for seq_id, one in sampled.items()})
         touched: dict[RequestId, RequestState] = {}
-        failed: list[StepResult] = []
+        failed: list[RequestFailed] = []
         for entry in committed:
             state = self._owner.get(entry.seq_id)
             if state is None:
                 continue  # its request failed a moment ago
             if not sampled[entry.seq_id].is_finite:
-                failed.append(self._fail(state))
+                failure = self._fail(state)
+                failed += [failure] if failure is not None else []
                 touched.pop(state.request.request_id, None)
                 continue
             self._take(state, entry, sampled[entry.seq_id])
             touched[state.request.request_id] = state
-        return [*failed, *(self._flush(state) for state in touched.values())]
+        flushed = (self._flush(state) for state in touched.values())
+        return [*failed, *(output for output in flushed if output is not None)]
+
+    def _token(self, seq_id: SequenceId, sampled: Sampled) -> int:
+        """The token that a sequence goes on with: the drawn one, unless a probe gives it."""
+        state = self._owner.get(seq_id)
+        if state is None or not self._probes:
+            return sampled.token_id
+        return self._probes.token(state.request.request_id, state.num_output_tokens, sampled.token_id)
 
     def _take(self, state: RequestState, entry: Committed, sampled: Sampled) -> None:
         if self._outputs.take(state, entry, sampled):
@@ -307,16 +391,23 @@ class Engine:
             self._owner.pop(entry.seq_id)
             self._seeds.pop(entry.seq_id)
 
-    def _flush(self, state: RequestState) -> RequestOutput:
-        output = self._outputs.flush(state)
+    def _flush(self, state: RequestState) -> RequestOutput | None:
+        """What a request gained; None for a probe."""
+        output, request_id = self._outputs.flush(state), state.request.request_id
+        is_probe = request_id in self._probes
         if output.finished:
-            del self._requests[state.request.request_id]
-        return output
+            del self._requests[request_id]
+            self._probes.end(request_id, is_finite=True)
+        return None if is_probe else output
 
-    def _fail(self, state: RequestState) -> RequestFailed:
+    def _fail(self, state: RequestState) -> RequestFailed | None:
+        """Stop a request whose logits were not finite; None for a probe."""
         request = state.request
         self._requests.pop(request.request_id, None)
         self._drop(state, FinishReason.ABORT)
+        if request.request_id in self._probes:
+            self._probes.end(request.request_id, is_finite=False)
+            return None
         name = request.adapter.label if request.adapter else self.base.name
         return RequestFailed(request.request_id, NonFiniteOutput(name))
 
@@ -333,7 +424,8 @@ class Engine:
         counters.num_distinct_adapters = len(plan.adapters)
 
     def _names(self, sequences: Iterable[Sequence]) -> tuple[str, ...]:
-        refs = (self._owner[seq.seq_id].request.adapter for seq in sequences)
+        wanted = (seq for seq in sequences if seq.request_id not in self._probes)
+        refs = (self._owner[seq.seq_id].request.adapter for seq in wanted)
         return tuple(sorted({ref.name for ref in refs if ref is not None}))
 
     def _snapshot(self) -> None:

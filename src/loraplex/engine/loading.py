@@ -13,6 +13,7 @@ from loraplex.engine.host_memory import available_memory
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.kernels import choose_ops
 from loraplex.model import (
+    Checkpoint,
     Decoder,
     DecoderConfig,
     LoadOptions,
@@ -36,6 +37,7 @@ class LoadedBase:
     description: BaseDescription
     config: EngineConfig
     decoder: Decoder
+    checkpoint: Checkpoint  # of the weights that the decoder was made from
     tokenizer: Tokenizer
     geometry: PoolGeometry
     scheduler_config: SchedulerConfig
@@ -161,6 +163,7 @@ def load_base(
         description=describe_base(name or directory.resolve().name, model, checkpoint),
         config=config,
         decoder=decoder,
+        checkpoint=checkpoint,
         tokenizer=tokenizer,
         geometry=geometry,
         scheduler_config=scheduler,

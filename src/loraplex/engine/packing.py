@@ -36,13 +36,44 @@ class PackedAdapter:
         return offsets
 
 
-def _tensor(view: TensorView) -> Tensor:
+def holds_exactly(packed: PackedAdapter, adapter: Adapter, sites: Sequence[BaseSite]) -> bool:
+    """Whether packed pages and tables hold this adapter, value by value, and nothing else."""
+    modules = {module.site.name: module for module in adapter.modules}
+    expected = np.zeros(len(sites), dtype=np.float32)
+    for index, site in enumerate(sites):
+        module = modules.get(site.name)
+        chunks = range(*packed.chunk_start[index : index + 2].tolist())
+        if module is None:
+            if chunks:
+                return False
+        elif not _module_lies_in(packed, chunks, module):
+            return False
+        else:
+            expected[index] = module.scale
+    return np.array_equal(packed.scale, expected)
+
+
+def _module_lies_in(packed: PackedAdapter, chunks: range, module: AdapterModule) -> bool:
+    image, done = packed.image, 0
+    a, b = (_cast(module, view, image.dtype) for view in (module.a, module.b))
+    for chunk in chunks:
+        ranks = slice(done, done + int(packed.chunk_rank[chunk]))
+        done = ranks.stop
+        for half, wanted in enumerate((a[ranks], b.T[ranks])):
+            page, offset = int(packed.piece_page[half, chunk]), int(packed.piece_offset[half, chunk])
+            if not torch.equal(image[page, offset : offset + wanted.numel()].view(wanted.shape), wanted):
+                return False
+    return done == module.rank
+
+
+def as_tensor(view: TensorView) -> Tensor:
+    """The tensor as stored, a copy."""
     return torch.frombuffer(bytearray(view.data), dtype=_TORCH_DTYPES[view.dtype]).reshape(view.shape)
 
 
 def _cast(module: AdapterModule, view: TensorView, dtype: torch.dtype) -> Tensor:
     """The tensor in the pool's dtype. Raises AdapterRefused if a value does not fit it."""
-    cast = _tensor(view).to(dtype)
+    cast = as_tensor(view).to(dtype)
     if not bool(torch.isfinite(cast).all()):
         raise AdapterRefused(
             RefusalReason.NONFINITE,

@@ -1,21 +1,50 @@
 """The names a server answers to: validated adapters, registered with the engine and listed in the catalog."""
 
 import threading
+from collections import Counter
 from pathlib import Path
 
-from loraplex.adapters import Adapter, AdapterCatalog, AdapterLimits, load_adapter
+from loraplex.adapters import Adapter, AdapterCatalog, AdapterLimits, CatalogEntry, load_adapter
 from loraplex.core import AdapterDigest, AdapterRef
 from loraplex.engine.engine import Engine
 
 
 class ServedModels:
-    """Loads and unloads adapters by name. Every method may be called from any thread, also while the engine steps."""
+    """Loads and unloads adapters by name. Every method may be called from any thread, also while the engine steps.
+
+    Weights leave the engine when no name stands for them and nobody holds them by `acquire`.
+    """
 
     def __init__(self, engine: Engine, limits: AdapterLimits) -> None:
         self.catalog = AdapterCatalog(engine.base.name)
         self._engine = engine
         self._limits = limits
         self._lock = threading.Lock()
+        self._leases: Counter[AdapterDigest] = Counter()
+
+    def list(self) -> tuple[CatalogEntry, ...]:
+        """All names, sorted."""
+        return self.catalog.list()
+
+    def resolve(self, model: str) -> AdapterRef | None:
+        """What a request's `model` stands for now; None for the base's name. Raises ModelNotFound."""
+        return self.catalog.resolve(model)
+
+    def acquire(self, model: str) -> AdapterRef | None:
+        """As `resolve`; the weights stay in the engine until `release`, also if the name is taken away."""
+        with self._lock:
+            ref = self.catalog.resolve(model)
+            if ref is not None:
+                self._leases[ref.digest] += 1
+            return ref
+
+    def release(self, ref: AdapterRef) -> None:
+        """Give back what `acquire` gave."""
+        with self._lock:
+            self._leases[ref.digest] -= 1
+            if not self._leases[ref.digest]:
+                del self._leases[ref.digest]
+                self._retire({ref.digest})
 
     def load(self, name: str, directory: Path, *, created: float, replace: bool = False) -> AdapterRef:
         """Validate, register and name an adapter; `replace` makes a new version. Raises AdapterRefused.
@@ -43,6 +72,6 @@ class ServedModels:
             return ref
 
     def _retire(self, digests: set[AdapterDigest]) -> None:
-        """Retire those that no name stands for."""
-        for digest in digests - {entry.ref.digest for entry in self.catalog.list()}:
+        """Retire those that no name stands for and nobody holds."""
+        for digest in digests - {entry.ref.digest for entry in self.catalog.list()} - self._leases.keys():
             self._engine.retire_adapter(digest)

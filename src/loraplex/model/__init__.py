@@ -11,6 +11,7 @@ from loraplex.model.loader import (
     list_sites,
     load_decoder,
     open_checkpoint,
+    reference_decoder,
 )
 from loraplex.model.sampler import Sampled, SamplingRow, draw_on_device, needs_host, sample
 
@@ -32,5 +33,6 @@ __all__ = [
     "needs_host",
     "open_checkpoint",
     "read_config",
+    "reference_decoder",
     "sample",
 ]

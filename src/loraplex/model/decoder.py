@@ -3,7 +3,7 @@
 Gemma's further norms, GeLU, soft caps and scaled embeddings come in where a layer or the config has them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,7 @@ class Decoder:
         config: DecoderConfig,
         ops: Ops,
         embedding: Tensor,
-        layers: tuple[DecoderLayer, ...],
+        layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         head: Linear,
         max_rows: int,

@@ -1,9 +1,10 @@
 """From a checkpoint directory to a decoder on a device."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -205,6 +206,54 @@ def describe_base(name: str, config: DecoderConfig, checkpoint: Checkpoint) -> B
         tied_embeddings=config.tied_embeddings,
         sites=list_sites(config),
     )
+
+
+class _LazyLayers(Sequence[DecoderLayer]):
+    """Layers that are read when they are asked for, and kept by nobody."""
+
+    def __init__(self, loader: _LayerLoader, num_layers: int) -> None:
+        self._loader, self._num_layers = loader, num_layers
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    @overload
+    def __getitem__(self, index: int) -> DecoderLayer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[DecoderLayer]: ...
+
+    def __getitem__(self, index: int | slice) -> DecoderLayer | Sequence[DecoderLayer]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._num_layers))]
+        if not 0 <= index < self._num_layers:
+            raise IndexError(f"layer {index} of {self._num_layers}")
+        return self._loader.layer(index)
+
+
+@torch.inference_mode()
+def reference_decoder(
+    config: DecoderConfig, checkpoint: Checkpoint, ops: Ops, options: LoadOptions, token_ids: Tensor
+) -> tuple[Decoder, Tensor]:
+    """A decoder that computes in float32 and holds one layer at a time, and `token_ids` [rows] as it wants them.
+
+    Weights are those that are served, in the served type (`options.dtype`): `ops.linear` must widen them. The embedding
+    has only the rows of these tokens, and the head stays on the host.
+    """
+    loader = _LayerLoader(checkpoint, config, ops, options.dtype or getattr(torch, config.dtype), options)
+    used, renamed = torch.unique(token_ids, return_inverse=True)
+    table = checkpoint.tensor("model.embed_tokens.weight")
+    head = table if config.tied_embeddings else checkpoint.tensor("lm_head.weight")
+    decoder = Decoder(
+        config=config,
+        ops=ops,
+        embedding=table[used].to(loader.dtype).to(options.device, torch.float32),
+        layers=_LazyLayers(loader, config.num_layers),
+        final_norm=loader.norm("model.norm.weight"),
+        head=ops.prepare_linear(head, None),
+        max_rows=token_ids.shape[0],
+    )
+    return decoder, renamed.to(options.device)
 
 
 @torch.inference_mode()

@@ -27,6 +27,7 @@ from loraplex.core.registry_errors import (
 )
 from loraplex.registry.adapter_admin import Adapters
 from loraplex.registry.audit import AuditEntry, AuditFinding, AuditReport, FindingKind
+from loraplex.registry.cache import NotInMemory
 from loraplex.registry.key_admin import CreatedKey, Keys
 from loraplex.registry.keys import ApiKey
 from loraplex.registry.limits import RegistryLimits
@@ -46,6 +47,7 @@ from loraplex.registry.types import (
     KeyInfo,
     ModelPage,
     Principal,
+    RegistryCounts,
     ResolvedVersion,
     Role,
     TenantId,
@@ -83,10 +85,12 @@ __all__ = [
     "KeyNotFound",
     "Keys",
     "ModelPage",
+    "NotInMemory",
     "PermissionDenied",
     "Principal",
     "Registry",
     "RegistryConfig",
+    "RegistryCounts",
     "RegistryLimitReached",
     "RegistryLimits",
     "RegistryUnavailable",

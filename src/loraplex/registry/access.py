@@ -4,6 +4,7 @@ from sqlalchemy import Connection, select
 
 from loraplex.core import InvalidRequest
 from loraplex.core.registry_errors import PermissionDenied, TenantNotFound
+from loraplex.registry.names import is_tenant_name
 from loraplex.registry.repository import Owner
 from loraplex.registry.schema import tenants
 from loraplex.registry.types import KeyId, Principal, Role, TenantId, TenantInfo
@@ -42,6 +43,8 @@ def find_owner(connection: Connection, principal: Principal, name: str, *, enabl
 
 def tenant_by_name(connection: Connection, name: str) -> TenantInfo | None:
     """A tenant, whoever asks."""
+    if not is_tenant_name(name):  # PostgreSQL cannot even be asked for some
+        return None
     row = connection.execute(select(tenants).where(tenants.c.name == name)).one_or_none()
     if row is None:
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection
 
 from loraplex.core import InvalidRequest, ModelNotFound
+from loraplex.core.limits import MAX_MODEL_NAME_CHARS
 from loraplex.core.registry_errors import (
     AdapterDeleted,
     AdapterNotVerified,
@@ -301,7 +302,7 @@ def _shown(info: VersionInfo) -> str:
 def _adapter(connection: Connection, owner: Owner, name: str) -> AdapterRow:
     adapter = repository.find_adapter(connection, owner, name)
     if adapter is None:
-        raise ModelNotFound(f"{owner.name}/{name}")
+        raise ModelNotFound(f"{owner.name}/{name[:MAX_MODEL_NAME_CHARS]}")
     return adapter
 
 

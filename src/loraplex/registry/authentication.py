@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import String, bindparam, func, select
 
 from loraplex.core.registry_errors import Unauthenticated
+from loraplex.registry.cache import NotInMemory
 from loraplex.registry.changes import Store
 from loraplex.registry.key_admin import bound_label
 from loraplex.registry.keys import ApiKey, hash_key, parse_key
@@ -46,6 +47,19 @@ class Authenticator:
                 self._known.clear()
             self._known[digest] = principal.tenant_id
             self._store.cache.put(principal.tenant_id, digest, principal, epoch)
+        return self._unexpired(principal)
+
+    def recall(self, text: str) -> Principal:
+        """As `authenticate`, from memory alone. Raises NotInMemory too."""
+        key = parse_key(text)
+        if key is None:
+            raise Unauthenticated
+        principal = self._cached(hash_key(key, self._pepper)) if self._store.cache.is_fresh else None
+        if principal is None:
+            raise NotInMemory
+        return self._unexpired(principal)
+
+    def _unexpired(self, principal: Principal) -> Principal:
         if principal.expires_at is not None and self._store.now() >= principal.expires_at:
             raise Unauthenticated
         return principal

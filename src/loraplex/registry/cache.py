@@ -21,6 +21,10 @@ MAX_STALE_S = 5.0  # how long a database that cannot be reached is done without
 MAX_ENTRIES = 200_000  # some 100 MB
 
 
+class NotInMemory(Exception):
+    """The database must be asked."""
+
+
 class TenantCache:
     """Values by tenant and key. Every method may be called from any thread.
 
@@ -70,11 +74,16 @@ class TenantCache:
             elif epoch > self._epoch:
                 self._expired += 1
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether `refresh` would go without the database."""
+        return self._polled == self._expired and self._now() - self._polled_at < POLL_EVERY_S
+
     def refresh(self) -> int:
         """Forget what changed, if it is time to ask. Raises RegistryUnavailable where the last answer is too old."""
-        age = self._now() - self._polled_at
-        if age < POLL_EVERY_S and self._polled == self._expired:
+        if self.is_fresh:
             return self._epoch
+        age = self._now() - self._polled_at
         may_go_on = age < MAX_STALE_S and self._polled == self._expired
         if not self._poll_lock.acquire(blocking=not may_go_on):
             return self._epoch  # another thread is asking

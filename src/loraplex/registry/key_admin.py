@@ -10,7 +10,7 @@ from loraplex.core import InvalidRequest, ModelNotFound
 from loraplex.core.registry_errors import KeyNotFound, PermissionDenied, RegistryLimitReached
 from loraplex.registry.access import find_owner, require_role
 from loraplex.registry.changes import Store
-from loraplex.registry.keys import ApiKey, hash_key, new_key
+from loraplex.registry.keys import ApiKey, hash_key, is_key_id, new_key
 from loraplex.registry.limits import RegistryLimits, check_page
 from loraplex.registry.names import parse_model
 from loraplex.registry.repository import Owner
@@ -159,6 +159,8 @@ def _adapter_for(connection: Connection, owner: Owner, model: str) -> tuple[str,
 
 
 def _find_key(connection: Connection, owner: Owner, key_id: str) -> KeyInfo | None:
+    if not is_key_id(key_id):  # PostgreSQL cannot even be asked for some
+        return None
     row = connection.execute(_key_query(owner).where(api_keys.c.key_id == key_id)).one_or_none()
     return _info(row, owner) if row is not None else None
 

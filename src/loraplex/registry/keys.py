@@ -17,6 +17,7 @@ _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 _BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_CHARS, _SECRET_CHARS, _CHECKSUM_CHARS = 12, 32, 6
 KEY_CHARS = len(PREFIX) + _ID_CHARS + 1 + _SECRET_CHARS + _CHECKSUM_CHARS
+_ID = re.compile(rf"[a-z2-7]{{{_ID_CHARS}}}")
 _FORM = re.compile(rf"{PREFIX}([a-z2-7]{{{_ID_CHARS}}})_[0-9A-Za-z]{{{_SECRET_CHARS + _CHECKSUM_CHARS}}}")
 
 
@@ -56,6 +57,11 @@ def parse_key(text: str) -> ApiKey | None:
     if form is None or _checksum(body) != checksum:
         return None
     return ApiKey(KeyId(form.group(1)), text)
+
+
+def is_key_id(text: str) -> bool:
+    """True for what may be the id of a key."""
+    return _ID.fullmatch(text) is not None
 
 
 def hash_key(key: ApiKey, pepper: bytes) -> bytes:

@@ -37,6 +37,7 @@ Validator = Callable[[StagedBlob, StagedBlob, BaseDescription], AdapterFacts]
 """Checks staged config and weights against a base. Raises AdapterRefused."""
 
 SWEEP_AFTER_S = 3600.0
+MAX_SOURCE_CHARS = 300
 _SWEEP_BATCH = 100
 _MAX_TRIES = 3
 
@@ -74,6 +75,7 @@ class Publisher:
         *,
         base_fingerprint: str | None = None,
         base_unverified: bool = False,
+        source: str | None = None,
     ) -> VersionInfo:
         """See Registry.publish."""
         require_role(principal, Role.TENANT_ADMIN)
@@ -81,6 +83,7 @@ class Publisher:
             owner = find_owner(connection, principal, tenant)
         check_adapter_name(name, owner.name, base.name)
         _check_claim(base_fingerprint, base_unverified)
+        _check_source(source)
         verified = base_fingerprint is not None
         new = _new_version(principal, base, verified)
         try:
@@ -88,10 +91,10 @@ class Publisher:
             artifact = read_artifact(directory, self._adapter_limits)
             facts, stored = self._store_checked(artifact, base)
             new = _new_version(principal, base, verified, facts, stored)
-            return self._insert(principal, tenant, name, new, artifact)
+            return self._insert(principal, tenant, name, new, artifact, source)
         except AdapterRefused as refused:
             new = _new_version(principal, base, verified, refusal=refused)
-            self._insert(principal, tenant, name, new, None)
+            self._insert(principal, tenant, name, new, None, source)
             raise
 
     def sweep(self, older_than_s: float = SWEEP_AFTER_S) -> int:
@@ -138,12 +141,18 @@ class Publisher:
             yield config, weights
 
     def _insert(
-        self, principal: Principal, tenant: str, name: str, new: NewVersion, artifact: Artifact | None
+        self,
+        principal: Principal,
+        tenant: str,
+        name: str,
+        new: NewVersion,
+        artifact: Artifact | None,
+        source: str | None,
     ) -> VersionInfo:
         for _ in range(_MAX_TRIES):
             try:
                 with self._store.change() as change:
-                    return self._insert_in(change, principal, tenant, name, new)
+                    return self._insert_in(change, principal, tenant, name, new, source)
             except _BlobSwept:
                 if artifact is not None:
                     with self._staged(artifact) as staged:
@@ -151,7 +160,9 @@ class Publisher:
                             self._blobs.publish(blob)
         raise StoreUnavailable(f"The artifact of {tenant}/{name} vanished from the store {_MAX_TRIES} times.")
 
-    def _insert_in(self, change: Change, principal: Principal, tenant: str, name: str, new: NewVersion) -> VersionInfo:
+    def _insert_in(
+        self, change: Change, principal: Principal, tenant: str, name: str, new: NewVersion, source: str | None
+    ) -> VersionInfo:
         owner = find_owner(change.connection, principal, tenant)
         if new.artifact is not None and None in map(self._blobs.modified_at, _keys(new.artifact)):
             raise _BlobSwept
@@ -168,6 +179,7 @@ class Publisher:
             base=new.base_fingerprint,
             base_verified=new.base_verified,
             refusal=new.refusal,
+            source=source,
         )
         return version
 
@@ -199,6 +211,13 @@ def _check_claim(base_fingerprint: str | None, base_unverified: bool) -> None:
     if base_fingerprint is not None and not is_blob_key(base_fingerprint):
         message = f"base_fingerprint must have 64 lower-case hex digits, got {base_fingerprint!r:.80}."
         raise InvalidRequest(message, "base_fingerprint")
+
+
+def _check_source(source: str | None) -> None:
+    """Raise InvalidRequest unless a note on the origin can stand in the audit log."""
+    if source is not None and not (len(source) <= MAX_SOURCE_CHARS and source.isprintable()):
+        message = f"source must be at most {MAX_SOURCE_CHARS} printable characters, got {source!r:.80}."
+        raise InvalidRequest(message, "source")
 
 
 def _check_base(base_fingerprint: str | None, base: BaseDescription) -> None:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from loraplex.registry.resolver import Resolver
 from loraplex.registry.sandbox import SandboxLimits, validate_in_subprocess
 from loraplex.registry.tenants import Tenants
 from loraplex.registry.types import AdapterFacts, ArtifactRef, ModelPage, Principal, ResolvedVersion, Role, VersionInfo
+from loraplex.registry.uploads import Uploads
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,23 @@ class RegistryConfig:
 class Registry:
     """Tenants, keys, adapters and their history. Every method may be called from any thread; close it at the end.
 
-    `tenants`, `keys` and `adapters` manage; `authenticate`, `resolve` and `list_models` are what requests need. Any
-    method may raise RegistryUnavailable, and one that changes something also AuditUnavailable and StoreFull.
+    `tenants`, `keys` and `adapters` manage; `authenticate`, `resolve` and `list_models` are what requests need;
+    `adapter_limits` is what is taken in. Any method may raise RegistryUnavailable, and one that changes something also
+    AuditUnavailable and StoreFull.
     """
 
-    __slots__ = ("_authenticator", "_blobs", "_publisher", "_resolver", "_store", "adapters", "keys", "tenants")
+    __slots__ = (
+        "_authenticator",
+        "_blobs",
+        "_publisher",
+        "_resolver",
+        "_store",
+        "_uploads",
+        "adapter_limits",
+        "adapters",
+        "keys",
+        "tenants",
+    )
 
     def __init__(
         self,
@@ -70,6 +84,7 @@ class Registry:
         try:
             self._store.prepare(secret)
             self._blobs = _open_blobs(config, data_dir, on_step)
+            self._uploads = Uploads(data_dir / "uploads")
         except BaseException:
             self._store.database.close()
             raise
@@ -79,6 +94,7 @@ class Registry:
         self.tenants = Tenants(self._store)
         self.keys = Keys(self._store, pepper, config.limits)
         self.adapters = Adapters(self._store)
+        self.adapter_limits = config.adapter_limits
         self._authenticator = Authenticator(self._store, pepper)
         self._resolver = Resolver(self._store)
         self._publisher = Publisher(self._store, self._blobs, config.limits, config.adapter_limits, validate)
@@ -93,6 +109,10 @@ class Registry:
         """Whose key this is. Raises Unauthenticated, the same for every reason."""
         return self._authenticator.authenticate(key)
 
+    def recall_principal(self, key: str) -> Principal:
+        """As `authenticate`, but never blocks. Raises NotInMemory where the database must be asked."""
+        return self._authenticator.recall(key)
+
     def resolve(self, principal: Principal, model: str | None, base: BaseDescription) -> ResolvedVersion | None:
         """What `model` stands for: `name`, `name@3`, `tenant/name` or `tenant/name@3`. None for the base's exact name.
 
@@ -100,6 +120,10 @@ class Registry:
         AdapterDeleted, AdapterNotVerified, AdapterNotActive, WrongBase, InvalidRequest.
         """
         return self._resolver.resolve(principal, model, base)
+
+    def recall_version(self, principal: Principal, model: str | None, base: BaseDescription) -> ResolvedVersion | None:
+        """As `resolve`, but never blocks. Raises NotInMemory where the database must be asked."""
+        return self._resolver.recall(principal, model, base)
 
     def list_models(self, principal: Principal, base: BaseDescription, after: str = "", limit: int = 100) -> ModelPage:
         """Active adapters of this base that the caller may use, by name, from the one behind `after`.
@@ -136,11 +160,13 @@ class Registry:
         *,
         base_fingerprint: str | None = None,
         base_unverified: bool = False,
+        source: str | None = None,
     ) -> VersionInfo:
         """Check an adapter directory and keep it as the next version of a name. Nothing is activated. Blocks.
 
         `directory` is a path that the server chose; never take one from a client.
         `base_fingerprint` is the base it was trained on; without it `base_unverified` must be set, and is recorded.
+        `source` is a note on where it came from, for the audit log.
         For tenant admins and operators. Raises AdapterRefused, after recording the refused version, InvalidRequest,
         PermissionDenied, TenantNotFound, RegistryLimitReached, StoreFull, StoreReadOnly, ValidatorFailed.
         """
@@ -152,11 +178,19 @@ class Registry:
             base,
             base_fingerprint=base_fingerprint,
             base_unverified=base_unverified,
+            source=source,
         )
 
+    def upload_directory(self, num_bytes: int = 0) -> AbstractContextManager[Path]:
+        """A new empty directory beside the artifacts, for files that a client sends; gone at the end of the block.
+
+        Raises Overloaded, StoreFull where there is no room for so many bytes, StoreUnavailable.
+        """
+        return self._uploads.directory(num_bytes)
+
     def sweep(self, older_than_s: float = SWEEP_AFTER_S) -> int:
-        """Remove files in the store that no version needs and that are older than this; returns how many."""
-        return self._publisher.sweep(older_than_s)
+        """Remove files that no version needs and uploads that were left, if older than this; returns how many."""
+        return self._publisher.sweep(older_than_s) + self._uploads.sweep(self._store.now() - older_than_s)
 
     # ------------------------------------------------------------------ audit
     def verify_audit(self, principal: Principal, tenant: str | None = None) -> AuditReport:

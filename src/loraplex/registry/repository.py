@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, func, insert, or_, select, update
 
 from loraplex.core import AdapterDigest, BaseFingerprint
+from loraplex.registry.names import MAX_VERSION_DIGITS, is_adapter_name
 from loraplex.registry.schema import (
     AnyRow,
     adapters,
@@ -73,6 +74,8 @@ class NewVersion:
 # ---------------------------------------------------------------------- adapters
 def find_adapter(connection: Connection, owner: Owner, name: str) -> AdapterRow | None:
     """An adapter by name, deleted ones too."""
+    if not is_adapter_name(name):  # PostgreSQL cannot even be asked for some
+        return None
     row = connection.execute(_adapters(owner).where(adapters.c.name == name)).one_or_none()
     return _adapter_row(row) if row is not None else None
 
@@ -168,6 +171,8 @@ def insert_version(
 
 def find_version(connection: Connection, owner: Owner, adapter: AdapterRow, number: int) -> VersionInfo | None:
     """One version of an adapter."""
+    if not 1 <= number < 10**MAX_VERSION_DIGITS:
+        return None
     row = connection.execute(_versions(owner, adapter).where(versions.c.number == number)).one_or_none()
     return version_info(row, owner.name, adapter.name) if row is not None else None
 

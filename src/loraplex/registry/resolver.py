@@ -4,6 +4,7 @@ Usable versions come from memory. Whatever is not usable is looked up in the dat
 outlives its cause.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from sqlalchemy import ColumnElement, Integer, and_, bindparam, select, union_al
 
 from loraplex.core import AdapterDigest, AdapterRef, BaseDescription, BaseFingerprint, InvalidRequest, ModelNotFound
 from loraplex.core.registry_errors import AdapterDeleted, AdapterNotActive, AdapterNotVerified, WrongBase
+from loraplex.registry.cache import NotInMemory
 from loraplex.registry.changes import Store
 from loraplex.registry.limits import check_page
 from loraplex.registry.names import ModelAddress, parse_model
@@ -18,6 +20,7 @@ from loraplex.registry.repository import artifact_ref
 from loraplex.registry.schema import AnyRow, adapters, aliases, grants, tenants, versions
 from loraplex.registry.types import ModelPage, Principal, ResolvedVersion, TenantId, VersionState
 
+_Find = Callable[[Principal, str, ModelAddress], ResolvedVersion]
 _USABLE = tuple(state.value for state in VersionState if state.usable)
 
 
@@ -31,6 +34,15 @@ class Resolver:
 
     def resolve(self, principal: Principal, model: str | None, base: BaseDescription) -> ResolvedVersion | None:
         """See Registry.resolve."""
+        return self._resolve(principal, model, base, self._find)
+
+    def recall(self, principal: Principal, model: str | None, base: BaseDescription) -> ResolvedVersion | None:
+        """As `resolve`, from memory alone. Raises NotInMemory too."""
+        return self._resolve(principal, model, base, self._recall)
+
+    def _resolve(
+        self, principal: Principal, model: str | None, base: BaseDescription, find: _Find
+    ) -> ResolvedVersion | None:
         bound = principal.bound_adapter
         if model is None:
             if bound is None:
@@ -42,7 +54,7 @@ class Resolver:
             if bound is not None:
                 raise ModelNotFound(model)
             return None
-        found = self._find(principal, model, parse_model(model))
+        found = find(principal, model, parse_model(model))
         if bound is not None and found.ref.name != bound:
             raise ModelNotFound(model)
         if found.base_fingerprint != base.fingerprint:
@@ -78,12 +90,23 @@ class Resolver:
                 row = connection.execute(query, values).one_or_none()
             found = _resolved(_usable(row, model), address.name)
             cache.put(owner, key, found, epoch)
-        return found if own else replace(found, ref=replace(found.ref, name=f"{address.tenant}/{address.name}"))
+        return found if own else _as_granted(found, address)
+
+    def _recall(self, principal: Principal, model: str, address: ModelAddress) -> ResolvedVersion:
+        """What `_find` has kept. Raises NotInMemory."""
+        cache = self._store.cache
+        own = address.tenant is None or address.tenant == principal.tenant
+        owner = principal.tenant_id if own else cache.get(principal.tenant_id, _grant_key(address))
+        fresh = cache.is_fresh and isinstance(owner, str)
+        found = cache.get(TenantId(str(owner)), (address.name, address.version)) if fresh else None
+        if not isinstance(found, ResolvedVersion):
+            raise NotInMemory
+        return found if own else _as_granted(found, address)
 
     def _granter(self, principal: Principal, model: str, address: ModelAddress, epoch: int) -> TenantId:
         """The owner of an adapter that the caller was granted. Raises ModelNotFound, whether it exists or not."""
         cache = self._store.cache
-        key = ("grant", address.tenant, address.name)
+        key = _grant_key(address)
         owner = cache.get(principal.tenant_id, key)
         if not isinstance(owner, str):
             values = {"grantee": principal.tenant_id, "owner_name": address.tenant, "name": address.name}
@@ -93,6 +116,16 @@ class Resolver:
                 raise ModelNotFound(model)
             cache.put(principal.tenant_id, key, owner, epoch)
         return TenantId(owner)
+
+
+def _grant_key(address: ModelAddress) -> tuple[str, str | None, str]:
+    """Where the cache keeps the owner of an adapter that was granted."""
+    return "grant", address.tenant, address.name
+
+
+def _as_granted(found: ResolvedVersion, address: ModelAddress) -> ResolvedVersion:
+    """An adapter as its grantee calls it."""
+    return replace(found, ref=replace(found.ref, name=f"{address.tenant}/{address.name}"))
 
 
 def _usable(row: AnyRow | None, model: str) -> AnyRow:

@@ -2,7 +2,7 @@
 
 import secrets
 
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 
 from loraplex.core.registry_errors import TenantExists
 from loraplex.registry import schema
@@ -10,7 +10,7 @@ from loraplex.registry.access import find_tenant, require_role, tenant_by_name
 from loraplex.registry.changes import Store
 from loraplex.registry.limits import check_page
 from loraplex.registry.names import check_tenant_name
-from loraplex.registry.types import Principal, Role, TenantId, TenantInfo
+from loraplex.registry.types import Principal, RegistryCounts, Role, TenantId, TenantInfo
 
 
 class Tenants:
@@ -57,6 +57,12 @@ class Tenants:
                 for row in connection.execute(query)
             )
 
+    def count(self, principal: Principal) -> RegistryCounts:
+        """How many tenants are enabled, and how many names of theirs stand for a version."""
+        require_role(principal, Role.OPERATOR)
+        with self._store.read() as connection:
+            return RegistryCounts(*connection.execute(_COUNT_QUERY).one())
+
     def _set_disabled(self, principal: Principal, name: str, *, disabled: bool) -> TenantInfo:
         require_role(principal, Role.OPERATOR)
         with self._store.change() as change:
@@ -68,6 +74,14 @@ class Tenants:
             action = "tenant.disable" if disabled else "tenant.enable"
             change.record(tenant.tenant_id, principal.key_id, action, name=name)
             return TenantInfo(tenant.tenant_id, name, tenant.created_at, at)
+
+
+_COUNT_QUERY = (
+    select(func.count(schema.tenants.c.tenant_id.distinct()), func.count(schema.aliases.c.active_number))
+    .outerjoin_from(schema.tenants, schema.aliases, schema.aliases.c.tenant_id == schema.tenants.c.tenant_id)
+    .where(schema.tenants.c.disabled_at.is_(None))
+    .execution_options(cross_tenant="a count of all tenants")
+)
 
 
 def new_id() -> str:

@@ -66,6 +66,14 @@ class TenantInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class RegistryCounts:
+    """How much a registry holds: enabled tenants, and names of theirs that stand for a version."""
+
+    tenants: int
+    adapters: int
+
+
+@dataclass(frozen=True, slots=True)
 class KeyInfo:
     """An API key without its secret."""
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TextIO, cast
 
 import structlog
@@ -10,73 +11,114 @@ from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from structlog.typing import FilteringBoundLogger
 
-from loraplex.core import ConfigError, EngineClient, LoraplexError, ModelNotFound
-from loraplex.server.auth import key_check
-from loraplex.server.body import BodyLimit
-from loraplex.server.catalog import ModelCatalog
+from loraplex.core import ConfigError, LoraplexError, ModelNotFound
+from loraplex.registry import Registry
+from loraplex.server.admin_routes import ADMIN_ROUTES
+from loraplex.server.auth import Authenticate, guard, registry_keys, single_key
+from loraplex.server.body import limited
+from loraplex.server.callers import Access
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ContextMiddleware
-from loraplex.server.errors import handle_http_error, handle_loraplex_error
+from loraplex.server.engine_port import ServingEngine
+from loraplex.server.error_handlers import handle_http_error, handle_loraplex_error
+from loraplex.server.local_catalog import LocalCatalog, LocalModels
 from loraplex.server.metrics import Metrics
-from loraplex.server.routes import ROUTES, Handler
-from loraplex.server.service import Service
+from loraplex.server.registry_catalog import RegistryCatalog
+from loraplex.server.routes import ROUTES, metrics
+from loraplex.server.routing import RouteSpec
+from loraplex.server.runtime_routes import RUNTIME_ROUTES
+from loraplex.server.service import NUM_QUERY_THREADS, Service
+from loraplex.server.threads import WorkerThreads
 
 _LEVEL_INFO, _LEVEL_ERROR = 20, 40
 
 
 def create_app(
-    engine: EngineClient, catalog: ModelCatalog, config: ServerConfig, log_stream: TextIO | None = None
+    engine: ServingEngine, models: LocalModels | Registry, config: ServerConfig, log_stream: TextIO | None = None
 ) -> FastAPI:
     """The OpenAI-compatible app over one engine. Log lines (JSON) go to `log_stream`, standard error by default.
 
-    `app.state.service` is the `Service` that the handlers use. Raises ConfigError if the catalog is of another base.
+    With a registry each caller has a key of its own and sees its own models; without one there is at most one key, and
+    the names are the same for all. `app.state.service` is the `Service` that the handlers use. Raises ConfigError.
     """
-    _check_same_base(engine, catalog)
-    service = Service(
-        engine=engine,
-        catalog=catalog,
-        config=config,
-        metrics=Metrics(engine.stats, lambda: len(catalog.list())),
-        log=_json_logger(log_stream or sys.stderr, _LEVEL_INFO if config.access_log else _LEVEL_ERROR),
-        created=int(time.time()),
-    )
+    service = _service(engine, models, config, log_stream or sys.stderr)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.add_exception_handler(LoraplexError, handle_loraplex_error)
     app.add_exception_handler(HTTPException, handle_http_error)
     _add_routes(app, service)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(ContextMiddleware, metrics=service.metrics, log=service.log)  # added last, so outermost
+    app.add_middleware(ContextMiddleware, metrics=service.metrics, log=service.log)
     return app
 
 
-def _check_same_base(engine: EngineClient, catalog: ModelCatalog) -> None:
+def _service(engine: ServingEngine, models: LocalModels | Registry, config: ServerConfig, stream: TextIO) -> Service:
+    queries = WorkerThreads(NUM_QUERY_THREADS, "loraplex-registry")
+    registry = models if isinstance(models, Registry) else None
+    local_models = None if isinstance(models, Registry) else models
+    catalog: LocalCatalog | RegistryCatalog
+    if isinstance(models, Registry):
+        catalog = RegistryCatalog(models, engine, queries, config.max_host_adapters)
+    else:
+        _check_same_base(engine, models)
+        catalog = LocalCatalog(models)
+    return Service(
+        engine=engine,
+        catalog=catalog,
+        config=config,
+        metrics=Metrics(engine.stats, catalog.num_ready),
+        log=_json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR),
+        created=int(time.time()),
+        queries=queries,
+        registry=registry,
+        local_models=local_models,
+    )
+
+
+def _check_same_base(engine: ServingEngine, models: LocalModels) -> None:
     """Raise ConfigError unless the engine's base can be called by its own name."""
     name = engine.base.name
     try:
-        is_base = catalog.resolve(name) is None
+        is_base = models.resolve(name) is None
     except ModelNotFound:
         is_base = False
     if not is_base:
         raise ConfigError(f"The catalog does not take {name!r}, the engine's base, for a base (--served-model-name).")
 
 
+def route_table(service: Service) -> tuple[RouteSpec, ...]:
+    """All routes of a server, with who may use them."""
+    table = ROUTES
+    if service.registry is not None:
+        table += ADMIN_ROUTES
+        if not service.config.public_metrics:
+            table = tuple(replace(spec, access=Access.OPERATOR) if spec.handler is metrics else spec for spec in table)
+    return table + RUNTIME_ROUTES if service.config.adapter_roots is not None else table
+
+
 def _add_routes(app: FastAPI, service: Service) -> None:
-    guard = [Depends(key_check(service.config.api_key))]
-    for spec in ROUTES:
+    authenticate = _authenticator(service)
+    for spec in route_table(service):
         app.add_api_route(
             spec.path,
-            _endpoint(service, spec.handler),
+            _endpoint(service, spec),
             methods=[spec.method],
-            dependencies=None if spec.public else guard,
+            dependencies=[] if spec.public else [Depends(guard(authenticate, spec.access))],
             name=spec.handler.__name__,
             response_model=None,
         )
 
 
-def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _authenticator(service: Service) -> Authenticate:
+    if service.registry is not None:
+        return registry_keys(service.registry, service.queries)
+    return single_key(service.config.api_key)
+
+
+def _endpoint(service: Service, spec: RouteSpec) -> Callable[[Request], Awaitable[Response]]:
+    max_body_bytes = spec.max_body_bytes or service.config.max_body_bytes
+
     async def endpoint(request: Request) -> Response:
-        return await handler(service, request)
+        return await spec.handler(service, limited(request, max_body_bytes))
 
     return endpoint
 

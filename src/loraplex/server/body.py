@@ -9,51 +9,41 @@ from typing import TypeVar, cast
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message
 
 from loraplex.core import InvalidRequest
-from loraplex.server.errors import http_reply
 from loraplex.server.schema import Body, is_one_of
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-class BodyLimit:
-    """ASGI middleware: a body over `max_bytes` is a 413, by its Content-Length or as soon as it has grown past it."""
+def limited(request: Request, max_bytes: int) -> Request:
+    """The request with a bound on its body: over `max_bytes` is a 413.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
+    Raised here by its Content-Length, or later as soon as more has come in.
+    """
+    error = HTTPException(
+        413, f"The request body is larger than the limit of {max_bytes} bytes.", {"Connection": "close"}
+    )
+    if _declared_len(request) > max_bytes:
+        raise error
+    receive, num_bytes = request.receive, 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-        elif self._declared_len(scope) > self._max_bytes:
-            await http_reply(413, self._message()).response({"Connection": "close"})(scope, receive, send)
-        else:
-            await self._app(scope, self._counted(receive), send)
+    async def counted() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise error
+        return message
 
-    def _message(self) -> str:
-        return f"The request body is larger than the limit of {self._max_bytes} bytes."
+    return Request(request.scope, counted)
 
-    def _declared_len(self, scope: Scope) -> int:
-        """Content-Length, or 0 if there is none that can be read; the bytes are counted in any case."""
-        values = [value for name, value in scope["headers"] if name == b"content-length"]
-        return max((int(value) for value in values if value.isdigit() and len(value) < 20), default=0)
 
-    def _counted(self, receive: Receive) -> Receive:
-        """`receive`, raising a 413 once more than the limit has come in."""
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, self._message(), {"Connection": "close"})
-            return message
-
-        return counted
+def _declared_len(request: Request) -> int:
+    """Content-Length, or 0 if there is none that can be read; the bytes are counted in any case."""
+    values = request.headers.getlist("content-length")
+    return max((int(value) for value in values if value.isascii() and value.isdigit() and len(value) < 20), default=0)
 
 
 async def read_body(request: Request, schema: type[BodyT], timeout_s: float) -> BodyT:

@@ -1,37 +1,79 @@
-"""How the server sees the adapter catalog. Implemented by `adapters.AdapterCatalog`."""
+"""Names that the `model` field may hold, for whoever calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from loraplex.core import AdapterRef
+from loraplex.server.callers import Caller
 
 
-class ModelEntry(Protocol):
-    """One adapter that can be called by name."""
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One adapter that the caller can name. `created` is in unix seconds.
 
-    @property
-    def ref(self) -> AdapterRef:
-        """Name, version and digest."""
-        ...
+    `declared_base` is what the adapter's config says. `base_verified` says that whoever published it named the
+    fingerprint of the base that is served.
+    """
 
-    @property
-    def created(self) -> float:
-        """When it became callable, in unix seconds."""
-        ...
+    ref: AdapterRef
+    created: float
+    declared_base: str | None = None
+    base_verified: bool = False
 
-    @property
-    def declared_base(self) -> str | None:
-        """The base that the adapter's config names, if it names one."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class CatalogPage:
+    """Adapters in order of name; `has_more` if others come behind the last one."""
+
+    entries: tuple[ModelEntry, ...]
+    has_more: bool
+
+
+def _nothing() -> None:
+    """What a lease of the base gives back."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelLease:
+    """What a request runs on: these weights stay in the engine until `release`, whatever the name stands for then.
+
+    `adapter` None is the base. `is_cold` says that the weights had to be read for this request, which took `load_s`.
+    """
+
+    adapter: AdapterRef | None
+    is_cold: bool = False
+    load_s: float = 0.0
+    on_release: Callable[[], None] = field(default=_nothing, repr=False)
+
+    def release(self) -> None:
+        """Let go of the weights; once, however often it is called."""
+        on_release, self.on_release = self.on_release, _nothing
+        on_release()
 
 
 class ModelCatalog(Protocol):
-    """Names that the `model` field may hold."""
+    """Resolves names for callers. All methods are called on the event loop and none blocks it."""
 
-    def resolve(self, model: str) -> AdapterRef | None:
-        """The adapter a name stands for now; None only for the base's own name. Raises ModelNotFound."""
+    async def acquire(self, caller: Caller, model: str | None) -> ModelLease:
+        """The weights that `model` stands for now, ready in the engine; None is the adapter that the key is bound to.
+
+        Raises ModelNotFound, also for what others own, InvalidRequest, Overloaded, and what loading raises.
+        """
         ...
 
-    def list(self) -> Sequence[ModelEntry]:
-        """All adapters that can be called."""
+    async def find(self, caller: Caller, model: str | None) -> ModelEntry | None:
+        """What `model` stands for, without its weights; None for the base. Raises as `acquire` does."""
+        ...
+
+    async def page(self, caller: Caller, after: str, limit: int) -> CatalogPage:
+        """The adapters that the caller may use, from the one behind the name `after`; not the base."""
+        ...
+
+    def may_use_base(self, caller: Caller) -> bool:
+        """Whether the caller may name the base."""
+        ...
+
+    def num_ready(self) -> int:
+        """Adapters that are ready in host memory."""
         ...

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from loraplex.core import ConfigError, limits
 
@@ -14,6 +15,10 @@ class ServerConfig:
 
     `api_key` None leaves the routes open to whoever reaches the port. `stall_timeout_s` is how long a reader may refuse
     bytes before its stream is cancelled; `body_timeout_s` how long a client may take to send a body.
+
+    `max_host_adapters` is how many adapters of a registry are kept in host memory. `adapter_roots` are the directories
+    below which operators may load adapters at run time; None: not at all. `public_metrics` opens /metrics to callers
+    without a key also where there is a registry, whose adapter names it shows.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -21,6 +26,9 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
     access_log: bool = True
+    max_host_adapters: int = 256
+    adapter_roots: tuple[Path, ...] | None = None
+    public_metrics: bool = False
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not _is_usable_key(self.api_key):
@@ -29,6 +37,8 @@ class ServerConfig:
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{name} must be a number above 0, got {value!r}.")
+        if self.max_host_adapters < 1:
+            raise ConfigError(f"--max-cpu-loras must be at least 1, got {self.max_host_adapters}.")
 
 
 def _is_usable_key(key: str) -> bool:

@@ -13,8 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
-from loraplex.core import EngineDead, RequestOutput, ServedBy
-from loraplex.server.errors import reply_for
+from loraplex.core import AdapterRef, EngineDead, RequestOutput, ServedBy, ServerError
+from loraplex.server.callers import Caller
+from loraplex.server.catalog import ModelLease
+from loraplex.server.errors import ErrorReply, reply_for
 from loraplex.server.metrics import Metrics
 
 CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
@@ -31,7 +33,8 @@ class Tally:
     output_tokens: dict[int, int] = field(default_factory=dict)
     served_by: ServedBy | None = None
     cold: bool = False
-    load_s: float = 0.0
+    read_s: float = 0.0  # until the weights were in host memory
+    paging_s: float = 0.0  # from there into the pool
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -41,10 +44,15 @@ class Tally:
         self.output_tokens[prompt_idx] = output.num_output_tokens
         self.served_by = output.served_by
         self.cold = self.cold or output.served_by.cold
-        self.load_s = max(self.load_s, output.served_by.load_s)
+        self.paging_s = max(self.paging_s, output.served_by.load_s)
         if output.num_output_tokens:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that this request waited for its weights."""
+        return self.read_s + self.paging_s
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -62,9 +70,32 @@ class RequestContext:
     request_id: str  # the client's X-Request-Id where it is sane; not unique, so never an engine id
     started_at: float
     status: int | None = None
+    caller: Caller | None = None  # None on public routes and where authentication failed
     requested_model: str | None = None
-    error_code: str | None = None  # of an error after the answer had begun, which the status cannot show
+    lease: ModelLease | None = None
+    error_code: str | None = None  # of the error that was answered, also after a stream had begun
+    error_detail: str | None = None  # its message, where it quotes nothing that a client sent
     tally: Tally = field(default_factory=Tally)
+
+    @property
+    def known_caller(self) -> Caller:
+        """The caller, on a route that authenticates. Raises ServerError elsewhere."""
+        if self.caller is None:
+            raise ServerError("The route does not authenticate its callers.")
+        return self.caller
+
+    def note_error(self, error: Exception) -> ErrorReply:
+        """Keep what the log shall say of an error; what the client is told of it."""
+        reply = reply_for(error)
+        self.error_code = reply.code
+        self.error_detail = error.message if isinstance(error, ServerError) else None
+        return reply
+
+    def hold(self, lease: ModelLease) -> AdapterRef | None:
+        """Keep a lease until the answer has ended; what it is a lease of."""
+        self.lease = lease
+        self.tally.cold, self.tally.read_s = lease.is_cold, lease.load_s
+        return lease.adapter
 
 
 def context_of(request: Request) -> RequestContext:
@@ -111,15 +142,18 @@ class ContextMiddleware:
             context.status = CLIENT_CLOSED_STATUS
         except asyncio.CancelledError:
             if context.status is None:
-                shutdown = EngineDead("The server shut down before the answer was complete.")
-                await reply_for(shutdown).response()(scope, receive, send_with_id)
+                reply = context.note_error(EngineDead("The server shut down before the answer was complete."))
+                await reply.response()(scope, receive, send_with_id)
             raise
         except Exception as error:
             log_unexpected(self._log, error, context.request_id)
+            reply = context.note_error(error)
             if context.status is None:
-                await reply_for(error).response()(scope, receive, send_with_id)
+                await reply.response()(scope, receive, send_with_id)
 
     def _finish(self, context: RequestContext, scope: Scope) -> None:
+        if context.lease is not None:
+            context.lease.release()
         seconds = time.perf_counter() - context.started_at
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         status = context.status or 500
@@ -140,17 +174,21 @@ def log_unexpected(log: FilteringBoundLogger, error: Exception, request_id: str)
 
 
 def _log_fields(context: RequestContext) -> dict[str, object]:
-    """Fields of the access log: what ran, never what was said."""
-    tally = context.tally
+    """Fields of the access log: who called and what ran, never a key and never what was said."""
+    tally, caller = context.tally, context.caller
     served = tally.served_by
     adapter = served.adapter if served else None
     return {
         "request_id": context.request_id,
+        "tenant": caller.tenant if caller else None,
+        "key_id": caller.key_id if caller else None,
         "requested_model": context.requested_model,
         "model": served.model if served else None,
+        "version": adapter.version if adapter else None,
         "adapter_digest": adapter.digest if adapter else None,
         "base_fingerprint": served.base_fingerprint if served else None,
-        "stream_error": context.error_code,
+        "error_code": context.error_code,
+        "error_detail": context.error_detail,
         "cold": tally.cold,
         "load_s": tally.load_s,
         "prompt_tokens": tally.num_prompt_tokens,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from loraplex.core import (
     AdapterRefused,
@@ -71,7 +71,6 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
 HTTP_CODES: Mapping[int, str] = MappingProxyType(
     {
         400: "invalid_request",
-        401: "invalid_api_key",
         404: "route_not_found",
         405: "method_not_allowed",
         408: "request_timeout",
@@ -109,6 +108,8 @@ class ErrorReply:
     def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
         """The HTTP answer."""
         merged = dict(headers or {})
+        if self.kind.status == 401:
+            merged["WWW-Authenticate"] = "Bearer"
         if self.retry_after_s is not None:
             merged["Retry-After"] = str(self.retry_after_s)
         return JSONResponse(self.body(), status_code=self.kind.status, headers=merged)
@@ -143,23 +144,15 @@ def _param_of(error: LoraplexError) -> str | None:
 
 
 def http_reply(status: int, message: str) -> ErrorReply:
-    """An error that HTTP itself defines: no such route, no key, body too large."""
-    error_type = "authentication_error" if status == 401 else INVALID.type
-    return ErrorReply(ErrorKind(status, error_type), HTTP_CODES.get(status, "http_error"), message)
+    """An error that HTTP itself defines: no such route, body too large."""
+    return ErrorReply(ErrorKind(status, INVALID.type), HTTP_CODES.get(status, "http_error"), message)
 
 
-async def handle_loraplex_error(request: Request, error: Exception) -> Response:
-    """Starlette handler of every LoraplexError raised before an answer has started."""
-    return reply_for(error).response()
-
-
-async def handle_http_error(request: Request, error: Exception) -> Response:
-    """Starlette handler of HTTPException: routing, authentication and body limits."""
-    if not isinstance(error, HTTPException):
-        return reply_for(error).response()
+def http_error_reply(request: Request, error: HTTPException) -> ErrorReply:
+    """What a client sees of an error of routing or of body limits."""
     message = error.detail
     if error.status_code == 404:
         message = f"There is no route {request.scope['path']!r:.200}."
     elif error.status_code == 405:
         message = f"The method {request.method} is not allowed on this route."
-    return http_reply(error.status_code, message).response(error.headers)
+    return http_reply(error.status_code, message)

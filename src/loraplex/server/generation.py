@@ -24,7 +24,6 @@ from loraplex.core import (
 )
 from loraplex.server.answers import AnswerFormat, Choice, Json, identity_body, identity_headers, usage
 from loraplex.server.context import RequestContext, context_of, log_unexpected
-from loraplex.server.errors import reply_for
 from loraplex.server.prompts import Prompt
 from loraplex.server.service import Service
 from loraplex.server.streams import DONE_EVENT, EventStream, Tagged, close, event, merge, until_disconnect
@@ -174,8 +173,7 @@ class _StreamWriter:
 
     def _failure(self, error: Exception) -> bytes:
         """The error event. An error that is not ours is logged, as the client is told nothing of its cause."""
-        reply = reply_for(error)
-        self._context.error_code = reply.code
+        reply = self._context.note_error(error)
         if not isinstance(error, LoraplexError):
             log_unexpected(self._service.log, error, self._context.request_id)
         return event(reply.body())

@@ -75,7 +75,7 @@ def _gauges(stats: EngineStats, num_adapters: int) -> Iterator[Metric]:
         ("pages", "Pages of the pool.", stats.num_pages),
         ("pages_free", "Free pages of the pool.", stats.num_free_pages),
         ("pages_adapters", "Pages that hold adapters, idle ones included.", stats.num_adapter_pages),
-        ("adapters_known", "Adapters that can be called.", num_adapters),
+        ("adapters_known", "Adapters that are ready in host memory.", num_adapters),
         ("adapters_resident", "Adapters in the pool.", len(stats.resident_adapters)),
         ("adapters_distinct_last_step", "Distinct adapters in the last step.", stats.num_distinct_adapters),
         ("adapters_max_per_step", "Most distinct adapters a step may have.", stats.max_loras),

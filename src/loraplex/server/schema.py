@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from loraplex.core import limits
 
+MAX_PATH_CHARS = 4096
 Neutral = Mapping[str, tuple[object, ...]]
 
 _COMMON_UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -75,6 +76,16 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _check_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported")
+    return value
+
+
+_AlwaysFalse = Annotated[bool, AfterValidator(_check_false)]
+"""A Literal[False] would also take 0."""
+
+
 class Strict(BaseModel):
     """No coercion ("5" is not 5, true is not 1) and no unknown fields."""
 
@@ -89,14 +100,14 @@ class Body(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
+    include_obfuscation: _AlwaysFalse = False
+    continuous_usage_stats: _AlwaysFalse = False
 
 
 class GenerationBody(Body):
     """What both generating routes share: OpenAI's sampling fields and vLLM's. Ranges are checked by SamplingParams."""
 
-    model: str = Field(min_length=1, max_length=limits.MAX_MODEL_NAME_CHARS)
+    model: str | None = Field(default=None, min_length=1, max_length=limits.MAX_MODEL_NAME_CHARS)
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -119,7 +130,7 @@ class GenerationBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, object] | None = None
-    store: Literal[False] | None = None
+    store: _AlwaysFalse | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 
@@ -182,3 +193,19 @@ class DetokenizeBody(Body):
 
     model: str | None = Field(default=None, max_length=limits.MAX_MODEL_NAME_CHARS)
     tokens: Annotated[list[int], FailFast()] = Field(max_length=limits.MAX_DETOKENIZED_TOKENS)
+
+
+class LoadAdapterBody(Body):
+    """POST /v1/load_lora_adapter. What is empty or missing gets vLLM's answer, not that of a schema."""
+
+    lora_name: str = Field(default="", max_length=limits.MAX_MODEL_NAME_CHARS)
+    lora_path: str = Field(default="", max_length=MAX_PATH_CHARS)
+    load_inplace: bool = False
+    base_fingerprint: str | None = Field(default=None, min_length=64, max_length=64, pattern="^[0-9a-f]*$")
+
+
+class UnloadAdapterBody(Body):
+    """POST /v1/unload_lora_adapter. Adapters have no numbers here, so `lora_int_id` finds nothing."""
+
+    lora_name: str = Field(default="", max_length=limits.MAX_MODEL_NAME_CHARS)
+    lora_int_id: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)

@@ -4,11 +4,16 @@ from dataclasses import dataclass, field
 
 from structlog.typing import FilteringBoundLogger
 
-from loraplex.core import EngineClient
+from loraplex.registry import Registry
 from loraplex.server.catalog import ModelCatalog
 from loraplex.server.config import ServerConfig
+from loraplex.server.engine_port import ServingEngine
+from loraplex.server.local_catalog import LocalModels
 from loraplex.server.metrics import Metrics
-from loraplex.server.threads import TextThreads
+from loraplex.server.threads import TextThreads, WorkerThreads
+
+NUM_QUERY_THREADS = 4
+NUM_WORK_THREADS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -20,13 +25,21 @@ class Lifecycle:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One app's parts. `created` is the unix time that model cards carry."""
+    """One app's parts. `created` is the unix time that model cards carry.
 
-    engine: EngineClient
+    Either `registry` or `local_models` is set. `queries` are threads for short calls of the registry, `work` for long
+    ones such as publishing and comparing, so that these hold up no authentication.
+    """
+
+    engine: ServingEngine
     catalog: ModelCatalog
     config: ServerConfig
     metrics: Metrics
     log: FilteringBoundLogger
     created: int
+    queries: WorkerThreads
+    registry: Registry | None = None
+    local_models: LocalModels | None = None
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     texts: TextThreads = field(default_factory=TextThreads)
+    work: WorkerThreads = field(default_factory=lambda: WorkerThreads(NUM_WORK_THREADS, "loraplex-work"))

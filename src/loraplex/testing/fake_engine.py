@@ -6,9 +6,12 @@ as wrong text. Tokens are bytes, so `decode(encode(text)) == text`.
 
 import asyncio
 import hashlib
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from loraplex.adapters import Adapter
 from loraplex.core import (
     AdapterDigest,
     AdapterRef,
@@ -21,6 +24,7 @@ from loraplex.core import (
     FinishReason,
     InvalidRequest,
     LoraplexError,
+    ModelNotFound,
     Overloaded,
     Request,
     RequestId,
@@ -31,6 +35,7 @@ from loraplex.core import (
     TokenLogprob,
     TopLogprob,
 )
+from loraplex.core.comparison import AdapterComparison
 
 BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 258
@@ -38,6 +43,7 @@ EOS_TEXT = "</s>"
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz     \n"  # 32 symbols, so that a token is five bits of the hash
 _EOS_ONE_IN = 64
 _FINGERPRINT = BaseFingerprint(hashlib.sha256(b"loraplex fake base").hexdigest())
+_PASSED = AdapterComparison(max_logit_difference=1e-4, kl=1e-6, effect=0.5, tolerance=1e-2)
 
 
 def fake_token(digest: AdapterDigest | None, prompt: Sequence[int], position: int, index: int = 0) -> int:
@@ -118,6 +124,9 @@ class FakeEngine:
 
     `error` is raised by requests after `error_after` outputs. `max_running` refuses more requests with Overloaded.
     `serve_other` makes it claim to have run these weights, whatever was asked. `delay_s` is the time of one step.
+
+    With `only_held` requests for adapters that `add_adapter` did not bring are ModelNotFound. `comparison` is what
+    `compare` answers, or raises; `compare_s` is how long it blocks.
     """
 
     base_name: str = "fake-base"
@@ -137,10 +146,20 @@ class FakeEngine:
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    only_held: bool = False
+    held: dict[AdapterDigest, Adapter] = field(default_factory=dict)
+    retired: list[AdapterDigest] = field(default_factory=list)
+    compared: list[AdapterDigest] = field(default_factory=list)
+    comparison: AdapterComparison | Exception = _PASSED
+    compare_s: float = 0.0
+    description: BaseDescription | None = None  # for tests with real adapters; None: a base without sites
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def base(self) -> BaseDescription:
-        """A base without sites."""
+        """`description`, or a base without sites."""
+        if self.description is not None:
+            return self.description
         return BaseDescription(self.base_name, _FINGERPRINT, "fake", VOCAB_SIZE, 0, False, ())
 
     @property
@@ -186,6 +205,8 @@ class FakeEngine:
             raise Overloaded(f"The queue is full: {len(self.running)} requests.", retry_after_s=1.5)
         if request.request_id in self.running:
             raise InvalidRequest(f"The request id {request.request_id} is in use.")
+        if self.only_held and request.adapter is not None and request.adapter.digest not in self.held:
+            raise ModelNotFound(request.adapter.name)
         room = self.max_model_len - len(request.prompt_token_ids)
         if room < (request.params.max_tokens or 1):
             raise ContextTooLong(f"Only {room} of {self.max_model_len} tokens are left for the answer.", "max_tokens")
@@ -199,7 +220,7 @@ class FakeEngine:
         max_tokens = request.params.max_tokens or self.max_model_len - num_prompt
         sequences = [_FakeSequence(request, i, max_tokens=max_tokens) for i in range(request.params.n)]
         adapter = self.serve_other or request.adapter
-        served = ServedBy(self.base_name, _FINGERPRINT, adapter, self.cold, self.load_s)
+        served = ServedBy(self.base.name, self.base.fingerprint, adapter, self.cold, self.load_s)
         num_outputs = num_tokens = 0
         while open_sequences := [s for s in sequences if s.finish_reason is None]:
             if self.error is not None and num_outputs >= self.error_after:
@@ -209,6 +230,26 @@ class FakeEngine:
             self.num_steps, self.num_output_tokens = self.num_steps + 1, self.num_output_tokens + len(deltas)
             finished = all(sequence.finish_reason for sequence in sequences)
             yield RequestOutput(request.request_id, served, deltas, finished, num_prompt, num_tokens)
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Put it into `held`."""
+        with self._lock:
+            self.held[adapter.digest] = adapter
+
+    def retire_adapter(self, digest: AdapterDigest) -> None:
+        """Take it out of `held`."""
+        with self._lock:
+            self.held.pop(digest, None)
+            self.retired.append(digest)
+
+    def compare(self, adapter: Adapter) -> AdapterComparison:
+        """`comparison`, whatever the adapter is."""
+        time.sleep(self.compare_s)
+        with self._lock:
+            self.compared.append(adapter.digest)
+        if isinstance(self.comparison, Exception):
+            raise self.comparison
+        return self.comparison
 
     def stats(self) -> EngineStats:
         """Counts of what was run; the pool is imaginary."""

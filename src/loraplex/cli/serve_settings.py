@@ -1,0 +1,98 @@
+"""What `loraplex serve` makes of its flags about callers, adapters and the port, before anything is loaded."""
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from loraplex.cli.launch import LoraModule, parse_lora_module
+from loraplex.cli.listen import bind_sockets, close_all
+from loraplex.cli.say import say
+from loraplex.core import ConfigError
+
+if TYPE_CHECKING:
+    from loraplex.registry import RegistryConfig
+
+DEFAULT_HOST_ADAPTERS = 256
+
+
+def registry_config(
+    data_dir: Path | None, database_url: str | None, artifacts_url: str | None, max_rank: int | None
+) -> "RegistryConfig | None":
+    """Where the registry is; None if there shall be none. Raises ConfigError for a place without a data directory."""
+    if data_dir is None:
+        for flag, value in (("--database-url", database_url), ("--artifacts-url", artifacts_url)):
+            if value is not None:
+                raise ConfigError(f"{flag} is for a registry, which needs --data-dir too.")
+        return None
+    from loraplex.adapters import AdapterLimits
+    from loraplex.registry import RegistryConfig
+
+    return RegistryConfig(data_dir, database_url, artifacts_url, adapter_limits=AdapterLimits(max_rank=max_rank))
+
+
+def usable_key(
+    context: typer.Context, api_key: str | None, registry: "RegistryConfig | None", console: Console
+) -> str | None:
+    """The one key of a server without a registry. Raises ConfigError if it was asked for beside a registry."""
+    if api_key is None or registry is None:
+        return api_key
+    source = context.get_parameter_source("api_key")
+    if source is None or source.name != "ENVIRONMENT":
+        raise ConfigError("--api-key has no place beside a registry (--data-dir): every caller has a key of its own.")
+    say(console, "note: LORAPLEX_API_KEY is not used: with a registry every caller has a key of its own.", "yellow")
+    return None
+
+
+def start_modules(words: Sequence[str] | None, registry: "RegistryConfig | None") -> list[LoraModule]:
+    """The adapters of --lora-modules. Raises ConfigError, also if there is a registry, which has its own."""
+    modules = [parse_lora_module(word) for word in words or ()]
+    if modules and registry is not None:
+        module = modules[0]
+        raise ConfigError(
+            "--lora-modules has no place beside a registry (--data-dir): adapters there belong to tenants. Publish it: "
+            f"loraplex adapter add TENANT/{module.name} {module.path} --data-dir {registry.data_dir}"
+        )
+    return modules
+
+
+def runtime_roots(is_allowed: bool, roots: Sequence[Path] | None) -> tuple[Path, ...] | None:
+    """Where adapters may be loaded from at run time; None if not at all. Raises ConfigError."""
+    if not is_allowed:
+        if roots:
+            raise ConfigError("--lora-root has no effect without --allow-runtime-lora-updating.")
+        return None
+    if not roots:
+        raise ConfigError(
+            "--allow-runtime-lora-updating (VLLM_ALLOW_RUNTIME_LORA_UPDATING) needs at least one --lora-root: adapters "
+            "are loaded from below these directories only."
+        )
+    from loraplex.server import check_roots
+
+    return check_roots(roots)
+
+
+def open_port(
+    host: str, port: int, key: str | None, registry: "RegistryConfig | None", is_insecure: bool
+) -> list[socket]:
+    """Bound sockets. Raises ConfigError if whoever reaches them could use everything, unless that was asked for."""
+    if is_insecure and (registry is not None or key is not None):
+        other = "--data-dir" if registry is not None else "--api-key"
+        raise ConfigError(f"--insecure-no-auth contradicts {other}; give one of them.")
+    sockets = bind_sockets(host, port)
+    if registry is None and key is None and not is_insecure and not all(map(_is_loopback, sockets)):
+        close_all(sockets)
+        raise ConfigError(
+            f"--host {host} can be reached from other machines, and nothing would ask callers for a key. Give "
+            "--data-dir (a registry with keys for each tenant), --api-key (one key), --host 127.0.0.1, or "
+            "--insecure-no-auth."
+        )
+    return sockets
+
+
+def _is_loopback(one: socket) -> bool:
+    return ipaddress.ip_address(str(one.getsockname()[0]).partition("%")[0]).is_loopback

@@ -1,0 +1,19 @@
+"""How the server sees an engine that it may give adapters to."""
+
+from typing import Protocol
+
+from loraplex.adapters import Adapter
+from loraplex.core import EngineClient
+from loraplex.core.comparison import AdapterComparison
+
+
+class ServingEngine(EngineClient, Protocol):
+    """An EngineClient with adapters. These methods block; any thread may call them while the engine steps."""
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Keep an adapter in host memory, ready for requests; also one that was retired. Raises AdapterRefused."""
+        ...
+
+    def compare(self, adapter: Adapter) -> AdapterComparison:
+        """Hold the adapter, unmerged, against its merged reference. Raises EngineDead."""
+        ...

@@ -1,0 +1,78 @@
+"""The catalog of a registry: names inside the caller's namespace and grants, weights read from the artifact store."""
+
+from functools import partial
+
+from loraplex.core.registry_errors import Unauthenticated
+from loraplex.registry import ModelPage, NotInMemory, Principal, Registry, ResolvedVersion
+from loraplex.server.callers import Caller
+from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease
+from loraplex.server.engine_port import ServingEngine
+from loraplex.server.host_adapters import HostAdapters
+from loraplex.server.threads import WorkerThreads
+
+
+class RegistryCatalog:
+    """A ModelCatalog over a registry. Queries run in `threads`, reading of weights in threads of its own."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        engine: ServingEngine,
+        threads: WorkerThreads,
+        max_host_adapters: int,
+    ) -> None:
+        self._registry = registry
+        self._engine = engine
+        self._threads = threads
+        self._host = HostAdapters(engine, max_host_adapters)
+
+    async def acquire(self, caller: Caller, model: str | None) -> ModelLease:
+        found = await self._resolve(caller, model)
+        if found is None:
+            return ModelLease(None)
+        digest, source = found.ref.digest, found.artifact
+        load = partial(self._registry.load, found, self._engine.base, self._registry.adapter_limits)
+        load_s = await self._host.acquire(digest, source, load)
+        release = partial(self._host.release, digest)
+        return ModelLease(found.ref, load_s is not None, load_s or 0.0, release)
+
+    async def find(self, caller: Caller, model: str | None) -> ModelEntry | None:
+        found = await self._resolve(caller, model)
+        return None if found is None else _entry(found)
+
+    async def page(self, caller: Caller, after: str, limit: int) -> CatalogPage:
+        page = await self._page(caller, after, limit)
+        while not (entries := self._callable(page)) and page.next_after is not None:
+            page = await self._page(caller, page.next_after, limit)
+        return CatalogPage(entries, page.next_after is not None)
+
+    def may_use_base(self, caller: Caller) -> bool:
+        return _principal(caller).bound_adapter is None
+
+    def num_ready(self) -> int:
+        return self._host.num_ready
+
+    async def _resolve(self, caller: Caller, model: str | None) -> ResolvedVersion | None:
+        principal, base = _principal(caller), self._engine.base
+        try:
+            return self._registry.recall_version(principal, model, base)
+        except NotInMemory:
+            return await self._threads.run(self._registry.resolve, principal, model, base)
+
+    async def _page(self, caller: Caller, after: str, limit: int) -> ModelPage:
+        call = self._registry.list_models
+        return await self._threads.run(call, _principal(caller), self._engine.base, after, limit)
+
+    def _callable(self, page: ModelPage) -> tuple[ModelEntry, ...]:
+        """Without an adapter that has the base's name, as that name means the base."""
+        return tuple(_entry(found) for found in page.models if found.ref.name != self._engine.base.name)
+
+
+def _principal(caller: Caller) -> Principal:
+    if caller.principal is None:
+        raise Unauthenticated
+    return caller.principal
+
+
+def _entry(found: ResolvedVersion) -> ModelEntry:
+    return ModelEntry(found.ref, found.created, found.declared_base, found.base_verified)

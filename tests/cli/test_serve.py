@@ -1,0 +1,226 @@
+"""The flags of `loraplex serve` about callers, the registry and the port; and whole servers."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from loraplex.cli.listen import close_all
+from loraplex.cli.serve_settings import open_port, registry_config, runtime_roots, start_modules
+from loraplex.core import ConfigError
+from loraplex.registry import Registry, RegistryConfig, Role
+
+from ..conftest import MakeAdapter, MakeBase
+
+REGISTRY = RegistryConfig(Path("data"))
+COMMAND = [sys.executable, "-c", "from loraplex.cli.main import main; main()", "serve"]
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LORAPLEX_", "VLLM_"))}
+    return {**kept, **extra}
+
+
+def refusal(*argv: str, **environment: str) -> str:
+    """What `serve` says when it refuses its flags; the base does not exist, so they are looked at first."""
+    command = [*COMMAND, "nowhere", "--port", "0", *argv]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=clean_environment(**environment)
+    )
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+# ---------------------------------------------------------------------- the port
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_loopback_needs_no_key(host: str) -> None:
+    close_all(open_port(host, 0, None, None, is_insecure=False))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_other_addresses_need_a_registry_a_key_or_the_flag(host: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_port(host, 0, None, None, is_insecure=False)
+    for way_out in ("--data-dir", "--api-key", "--host 127.0.0.1", "--insecure-no-auth"):
+        assert way_out in caught.value.message
+    close_all(open_port(host, 0, "sk-0123456789", None, is_insecure=False))
+    close_all(open_port(host, 0, None, REGISTRY, is_insecure=False))
+    close_all(open_port(host, 0, None, None, is_insecure=True))
+
+
+def test_the_flag_contradicts_what_asks_for_keys() -> None:
+    for key, registry, flag in (("sk-0123456789", None, "--api-key"), (None, REGISTRY, "--data-dir")):
+        with pytest.raises(ConfigError, match=flag):
+            open_port("127.0.0.1", 0, key, registry, is_insecure=True)
+
+
+# ---------------------------------------------------------------------- the registry
+def test_places_of_a_registry_need_its_data_directory() -> None:
+    assert registry_config(None, None, None, None) is None
+    for url, bucket, flag in (("postgresql://x/y", None, "--database-url"), (None, "s3://x", "--artifacts-url")):
+        with pytest.raises(ConfigError, match=flag):
+            registry_config(None, url, bucket, None)
+
+
+def test_the_highest_rank_holds_for_what_is_published_too(tmp_path: Path) -> None:
+    config = registry_config(tmp_path, "postgresql://x/y", "s3://x", 16)
+    assert config is not None
+    assert (config.data_dir, config.database_url, config.artifacts_url) == (tmp_path, "postgresql://x/y", "s3://x")
+    assert config.adapter_limits.max_rank == 16
+
+
+def test_adapters_by_flag_are_refused_beside_a_registry_with_the_way_to_publish() -> None:
+    with pytest.raises(ConfigError, match=r"loraplex adapter add TENANT/sql adapters/sql --data-dir data"):
+        start_modules(["sql=adapters/sql"], REGISTRY)
+    assert start_modules(None, REGISTRY) == []
+    assert [module.name for module in start_modules(["a=1", "b=2"], None)] == ["a", "b"]
+
+
+def test_a_key_by_flag_is_refused_beside_a_registry(tmp_path: Path) -> None:
+    assert "--api-key has no place" in refusal("--data-dir", str(tmp_path), "--api-key", "sk-0123456789")
+
+
+def test_a_key_in_the_environment_is_for_other_commands_and_said_to_be_unused(tmp_path: Path) -> None:
+    said = refusal("--data-dir", str(tmp_path), LORAPLEX_API_KEY="sk-canary-0123456789")
+    assert "note: LORAPLEX_API_KEY is not used" in said
+    assert "sk-canary" not in said
+    assert "CONFIG_MISSING" in said  # it went on to the base
+
+
+# ---------------------------------------------------------------------- loading at run time
+def test_loading_at_run_time_is_off_unless_a_root_is_named(tmp_path: Path) -> None:
+    assert runtime_roots(False, None) is None
+    with pytest.raises(ConfigError, match="needs at least one --lora-root"):
+        runtime_roots(True, None)
+    with pytest.raises(ConfigError, match="no effect"):
+        runtime_roots(False, [tmp_path])
+    with pytest.raises(ConfigError, match="is not a directory"):
+        runtime_roots(True, [tmp_path / "nowhere"])
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert runtime_roots(True, [tmp_path / "link"]) == (tmp_path.resolve(),)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "True"])
+def test_the_variable_of_vllm_is_known(value: str) -> None:
+    assert "--lora-root" in refusal(VLLM_ALLOW_RUNTIME_LORA_UPDATING=value)
+
+
+# ---------------------------------------------------------------------- from end to end
+@contextmanager
+def serving(base: Path, *argv: str) -> Iterator[tuple[str, list[str]]]:
+    """A server process: its URL, and what it has said; stopped at the end, which must be clean."""
+    command = [*COMMAND, str(base), "--port", "0", "--memory", "8M", "--num-threads", "1", *argv]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment()) as process:
+        assert process.stderr is not None
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("Ready"):
+                break
+        try:
+            assert said, "it said nothing"
+            assert said[-1].startswith("Ready"), said
+            yield said[-1].split(": ")[1].split(" ")[0].removesuffix("/v1"), said
+        finally:
+            process.send_signal(signal.SIGINT)
+            said += process.stderr.readlines()
+        assert process.wait(30) == 0
+
+
+def call(url: str, key: str | None, body: dict[str, object] | None = None) -> tuple[int, dict[str, object]]:
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_a_server_with_a_registry_answers_each_caller_with_its_own(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    from loraplex.cli.admin_client import LocalBase
+    from loraplex.cli.local_client import describe
+
+    base = tiny_base("llama")
+    description = describe(LocalBase(base))
+    with Registry(RegistryConfig(tmp_path / "data")) as registry:
+        operator = registry.local_operator()
+        keys = {}
+        for tenant, seed in (("acme", 1), ("globex", 2)):
+            registry.tenants.create(operator, tenant)
+            keys[tenant] = registry.keys.create(operator, tenant, Role.TENANT).key.reveal()
+            adapter = tiny_adapter(base, seed=seed)
+            version = registry.publish(operator, tenant, "one", adapter, description, base_unverified=True)
+            registry.adapters.skip_verification(operator, tenant, "one", version.number)
+            registry.adapters.activate(operator, tenant, "one", version.number, expected=None)
+    body: dict[str, object] = {"model": "one", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    with serving(base, "--data-dir", str(tmp_path / "data")) as (url, said):
+        assert "with a registry of 2 tenants with 2 active adapters" in said[-1]
+        assert call(f"{url}/v1/completions", None, body)[0] == 401
+        digests = set()
+        for key in keys.values():
+            status, answer = call(f"{url}/v1/completions", key, body)
+            assert status == 200, answer
+            digests.add(answer["x_loraplex"]["adapter"]["digest"])  # type: ignore[index]
+        assert len(digests) == 2
+    lines = [json.loads(line) for line in said if line.startswith("{")]
+    assert [line["tenant"] for line in lines if line["event"] == "request"] == [None, "acme", "globex"]
+    assert not any(key in line for line in said for key in keys.values())
+
+
+def test_adapters_are_loaded_at_run_time_from_below_the_roots(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    base = tiny_base("llama")
+    (tmp_path / "root").mkdir()
+    shutil.copytree(tiny_adapter(base), tmp_path / "root/one")
+    shutil.copytree(tiny_adapter(base), tmp_path / "outside")
+    flags = ("--allow-runtime-lora-updating", "--lora-root", str(tmp_path / "root"))
+    with serving(base, *flags) as (url, _):
+        for path, status in (("outside", 404), ("root/one", 200)):
+            body = json.dumps({"lora_name": "one", "lora_path": str(tmp_path / path)}).encode()
+            request = urllib.request.Request(f"{url}/v1/load_lora_adapter", body, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=30) as reply:
+                    assert (reply.status, reply.read()) == (status, b"Success: LoRA adapter 'one' added successfully.")
+            except urllib.error.HTTPError as error:
+                assert error.code == status
+        assert call(f"{url}/v1/models/one", None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("LORAPLEX_DATABASE_URL", "postgresql://u:canary@h/d", "--database-url is for a registry"),
+        ("LORAPLEX_ARTIFACTS_URL", "s3://canary/x", "--artifacts-url is for a registry"),
+    ],
+)
+def test_places_of_a_registry_come_from_the_environment_too(name: str, value: str, words: str) -> None:
+    said = refusal(**{name: value})
+    assert words in said
+    assert "canary" not in said
+
+
+def test_a_server_without_a_registry_says_so(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> None:
+    base = tiny_base("llama")
+    with serving(base, "--lora-modules", f"one={tiny_adapter(base)}") as (url, said):
+        assert "with 1 adapters, no registry" in said[-1]
+        assert call(f"{url}/v1/models/one", None)[0] == 200
+
+
+def test_a_registry_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    said = refusal("--data-dir", str(tmp_path / "file"))
+    assert said.startswith("error config_error: The data directory")
