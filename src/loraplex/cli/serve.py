@@ -1,5 +1,6 @@
 """`loraplex serve`: an OpenAI-compatible server."""
 
+import gc
 from pathlib import Path
 from socket import socket
 from typing import Annotated
@@ -145,6 +146,8 @@ def run(launched: Launched, sockets: list[socket], host: str, port: int, console
         say(console, f"note: {launched.base.note}", style="yellow")
     server = build_server(launched.app, RunConfig(host=host, port=port), on_ready)
     launched.engine.on_failure = lambda: setattr(server, "should_exit", True)
+    gc.collect()
+    gc.freeze()  # a full collection would look at all of this again, a tenth of a second at a time, while answers run
     try:
         run_bound(server.run, sockets, host, port)
     finally:

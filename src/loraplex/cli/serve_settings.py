@@ -55,7 +55,8 @@ def start_modules(words: Sequence[str] | None, registry: "RegistryConfig | None"
         module = modules[0]
         raise ConfigError(
             "--lora-modules has no place beside a registry (--data-dir): adapters there belong to tenants. Publish it: "
-            f"loraplex adapter add TENANT/{module.name} {module.path} --data-dir {registry.data_dir}"
+            f"loraplex adapter add {module.path} --tenant TENANT --name {module.name} --base BASE --data-dir "
+            f"{registry.data_dir}"
         )
     return modules
 

@@ -361,6 +361,7 @@ class Engine:
 
     def _commit(self, plan: StepPlan, sampled: dict[SequenceId, Sampled]) -> list[StepResult]:
         committed = self.scheduler.commit(plan, {seq_id: self._token(seq_id, one) for seq_id, one in sampled.items()})
+        self._counters.num_output_tokens += len(committed)
         touched: dict[RequestId, RequestState] = {}
         failed: list[RequestFailed] = []
         for entry in committed:
@@ -416,7 +417,6 @@ class Engine:
         counters = self._counters
         counters.num_steps += 1
         for chunk in plan.chunks:
-            counters.num_output_tokens += chunk.samples
             prompt_left = self.scheduler.sequences[chunk.seq_id].prompt_len - chunk.start
             counters.num_prompt_tokens += max(0, min(chunk.num_tokens, prompt_left))
         counters.num_adapter_loads += len(plan.loads)
