@@ -15,6 +15,7 @@ from loraplex.core.errors import (
     ModelNotFound,
     NonFiniteOutput,
     Overloaded,
+    OverloadReason,
     RefusalReason,
     ServerError,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "LoraplexError",
     "ModelNotFound",
     "NonFiniteOutput",
+    "OverloadReason",
     "Overloaded",
     "PageId",
     "RefusalReason",

@@ -31,6 +31,19 @@ class EngineStats:
     running_adapters: tuple[str, ...] = ()  # names, for the gateway metric
     waiting_adapters: tuple[str, ...] = ()
     resident_adapters: tuple[str, ...] = ()  # digests
+    num_loading_adapters: int = 0
+    num_failed_adapters: int = 0  # whose load is not tried again yet
+    num_load_failures: int = 0
+    num_warm_starts: int = 0  # sequences that found their adapter in the pool
+    num_cold_starts: int = 0  # sequences that waited for a load
+    evictions_by_reason: tuple[tuple[str, int], ...] = ()  # of adapters; a fixed set of reasons
+    waiting_by_reason: tuple[tuple[str, int], ...] = ()  # sequences; a fixed set of reasons
+    num_cached_pages: int = 0  # held by cached prefixes
+    num_prefix_evictions: int = 0  # pages
+    num_prefix_tokens: int = 0  # of prompts that could have used the prefix cache
+    num_cached_tokens: int = 0  # of those, taken from it
+    sum_ranks: float = 0.0  # of the distinct adapters in the last step
+    queue_age_s: float = 0.0  # of the sequence that waits longest
 
 
 class EngineClient(Protocol):

@@ -122,14 +122,25 @@ class ServerError(LoraplexError):
     code = "server_error"
 
 
+class OverloadReason(StrEnum):
+    """Why a request cannot be served now. The values are stable."""
+
+    QUEUE_FULL = "QUEUE_FULL"
+    QUEUE_TOKENS = "QUEUE_TOKENS"
+    ADAPTER_LOAD = "ADAPTER_LOAD"
+    DEADLINE = "DEADLINE"
+
+
 class Overloaded(ServerError):
-    """The queue is full. `retry_after_s` is an estimate in seconds."""
+    """It cannot be served now. `retry_after_s` is an estimate in seconds; `reason_code` is stable."""
 
     code = "overloaded"
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, reason: OverloadReason = OverloadReason.QUEUE_FULL) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
+        self.reason_code = reason.value
 
 
 class EngineDead(ServerError):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from loraplex.core.errors import InvalidRequest
+from loraplex.core.limits import MAX_PRIORITY
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.types import AdapterDigest, BaseFingerprint, RequestId
 
@@ -31,12 +33,29 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One client request after parsing, authorisation and tokenisation. `adapter` None means the base, by choice."""
+    """One client request after parsing, authorisation and tokenisation. `adapter` None means the base, by choice.
+
+    `tenant` is whose share it counts to and who may reuse its computed prefix; a request of no tenant shares with none.
+    Higher `priority` goes first. `deadline_s`: seconds after arrival by which the answer must have ended.
+    """
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     adapter: AdapterRef | None
+    tenant: str | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise InvalidRequest(
+                f"priority is {self.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}.", "priority"
+            )
+        if self.deadline_s is not None and not 0 < self.deadline_s < float("inf"):
+            raise InvalidRequest(
+                f"deadline_s is {self.deadline_s}; it must be a finite number of seconds above 0.", "deadline_s"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +119,7 @@ class RequestOutput:
     finished: bool
     num_prompt_tokens: int
     num_output_tokens: int  # so far, over all sequences of the request
+    num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache; the least of its sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,19 @@ class Lease:
         self._pages.extend(granted)
         return True
 
+    def hand_on(self, namespace: str) -> "Lease":
+        """Give the first page to a new lease of its own, without freeing it."""
+        assert self._pool is not None, "lease already released"
+        page = self._pages.pop(0)
+        lease = Lease(self._pool, namespace, [page])
+        self._pool._holders[page] = lease
+        return lease
+
+    def drop_first(self) -> None:
+        """Give the first page back."""
+        assert self._pool is not None, "lease already released"
+        self._pool._give_back((self._pages.pop(0),), self)
+
     def release(self) -> None:
         """Give all pages back. A second call is a bug."""
         assert self._pool is not None, "lease released twice"

@@ -1,10 +1,25 @@
 """Which adapters are in the pool. Residency is a cache: idle adapters stay until their pages are wanted."""
 
-from collections import OrderedDict
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from enum import Enum
 
 from loraplex.core import AdapterDigest, PageId
+from loraplex.pool.adapter_state import AdapterEvent, AdapterState, next_state
+from loraplex.pool.idle import IdlePages
 from loraplex.pool.pool import Lease, PagePool
+
+HALF_LIFE_S = 60.0  # of an adapter's popularity
+
+
+class EvictionReason(Enum):
+    """What the pages were wanted for. RETIRED: nothing; the adapter was taken away."""
+
+    LOAD = "load"
+    START = "start"
+    GROWTH = "growth"
+    RETIRED = "retired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,95 +31,211 @@ class Acquired:
     is_cold: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ReloadCost:
+    """Seconds that bringing an adapter back takes. All 0: adapters are evicted least recently used first."""
+
+    fixed_s: float = 0.0
+    page_s: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
-class _Resident:
+class _Placed:
     lease: Lease
+    state: AdapterState
     num_pins: int = 0
+    popularity: float = 0.0
+    used_s: float = 0.0
+
+    def use(self, now: float) -> None:
+        self.popularity = self.popularity * 2.0 ** (-max(0.0, now - self.used_s) / HALF_LIFE_S) + 1.0
+        self.used_s = now
 
 
 class AdapterResidency:
-    """Adapters in the pool, by digest. Pinned ones are in use and never evicted; idle ones go least recently used."""
+    """Adapters in the pool, by digest. Pinned and loading ones are never evicted; idle ones go by `IdlePages`."""
 
-    __slots__ = ("_idle", "_pool", "_residents", "num_evictions")
+    __slots__ = (
+        "_cost",
+        "_failed",
+        "_idle",
+        "_placed",
+        "_pool",
+        "_reason",
+        "evictions",
+        "num_loading_pages",
+        "on_evict",
+    )
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, idle: IdlePages | None = None, cost: ReloadCost | None = None) -> None:
         self._pool = pool
-        self._residents: dict[AdapterDigest, _Resident] = {}
-        self._idle: OrderedDict[AdapterDigest, None] = OrderedDict()  # least recently used first
-        self.num_evictions = 0
+        self._idle = IdlePages() if idle is None else idle
+        self._cost = cost or ReloadCost()
+        self._placed: dict[AdapterDigest, _Placed] = {}
+        self._failed: dict[AdapterDigest, float] = {}  # until when no load is tried
+        self._reason = EvictionReason.RETIRED  # of evictions now
+        self.num_loading_pages = 0
+        self.evictions: Counter[EvictionReason] = Counter()
+        self.on_evict: Callable[[AdapterDigest], None] = lambda digest: None
 
     @property
     def resident(self) -> tuple[AdapterDigest, ...]:
-        return tuple(self._residents)
+        return tuple(d for d, placed in self._placed.items() if placed.state is AdapterState.RESIDENT)
+
+    @property
+    def loading(self) -> tuple[AdapterDigest, ...]:
+        return tuple(d for d, placed in self._placed.items() if placed.state is AdapterState.LOADING)
+
+    @property
+    def num_evictions(self) -> int:
+        return sum(self.evictions.values())
 
     @property
     def num_pages(self) -> int:
-        """Pages held by adapters, idle ones included."""
-        return sum(r.lease.num_pages for r in self._residents.values())
+        """Pages held by adapters, idle ones and those being filled included."""
+        return sum(placed.lease.num_pages for placed in self._placed.values())
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that eviction could free."""
-        return sum(self._residents[d].lease.num_pages for d in self._idle)
+        """Pages that evicting adapters could free."""
+        return sum(placed.lease.num_pages for digest, placed in self._placed.items() if digest in self._idle)
+
+    def state(self, digest: AdapterDigest, now: float = 0.0) -> AdapterState:
+        """Where an adapter stands. A failed one is absent again when its time has come."""
+        placed = self._placed.get(digest)
+        if placed is not None:
+            return placed.state
+        until = self._failed.get(digest)
+        return AdapterState.FAILED if until is not None and now < until else AdapterState.ABSENT
 
     def is_resident(self, digest: AdapterDigest) -> bool:
-        return digest in self._residents
+        return self.state(digest) is AdapterState.RESIDENT
 
     def num_pins(self, digest: AdapterDigest) -> int:
-        resident = self._residents.get(digest)
-        return resident.num_pins if resident else 0
+        placed = self._placed.get(digest)
+        return placed.num_pins if placed else 0
+
+    def num_failed(self, now: float) -> int:
+        """Adapters whose load may not be tried now."""
+        self._failed = {digest: until for digest, until in self._failed.items() if now < until}
+        return len(self._failed)
 
     def pages(self, digest: AdapterDigest) -> tuple[PageId, ...]:
-        """Pages of a resident adapter, in the order of its layout."""
-        return self._residents[digest].lease.pages
+        """Pages of an adapter in the pool, in the order of its layout."""
+        return self._placed[digest].lease.pages
 
-    def can_make_room(self, num_pages: int, keep: AdapterDigest | None = None) -> bool:
+    # ------------------------------------------------------------------ room
+    def can_make_room(self, num_pages: int, keep: AdapterDigest | Collection[AdapterDigest] | None = None) -> bool:
         """Whether `make_room` would succeed; changes nothing."""
-        spared = self._residents[keep].lease.num_pages if keep is not None and keep in self._idle else 0
-        return self._pool.num_free + self.num_idle_pages - spared >= num_pages
+        return self._pool.num_free + self._idle.evictable(_keys(keep)) >= num_pages
 
-    def make_room(self, num_pages: int, keep: AdapterDigest | None = None) -> bool:
-        """Evict idle adapters until `num_pages` pages are free. False, and nothing evicted, if that cannot be."""
+    def make_room(
+        self,
+        num_pages: int,
+        keep: AdapterDigest | Collection[AdapterDigest] | None = None,
+        reason: EvictionReason = EvictionReason.START,
+    ) -> bool:
+        """Evict what is idle until `num_pages` pages are free. False, and nothing evicted, if that cannot be."""
         if not self.can_make_room(num_pages, keep):
             return False
-        for digest in [d for d in self._idle if d != keep]:
-            if self._pool.num_free >= num_pages:
-                break
-            self.evict(digest)
+        self._reason = reason
+        self._idle.evict_until(self._pool, num_pages, _keys(keep))
+        self._reason = EvictionReason.RETIRED
         return True
 
-    def acquire(self, digest: AdapterDigest, num_pages: int) -> Acquired | None:
-        """Pin an adapter of `num_pages` pages, evicting idle ones if need be. None when there is no room."""
-        resident = self._residents.get(digest)
-        is_cold = resident is None
-        if resident is None:
+    # ------------------------------------------------------------------ loads
+    def begin_load(self, digest: AdapterDigest, num_pages: int, keep: Collection[AdapterDigest], now: float) -> bool:
+        """Lease pages that are to be filled, sparing the idle adapters `keep`. False, and nothing changed: no room."""
+        state = self.state(digest, now)
+        after = next_state(state, AdapterEvent.BEGIN)
+        if not self.make_room(num_pages, keep, EvictionReason.LOAD):
+            return False
+        if self._failed.pop(digest, None) is not None:
+            assert next_state(AdapterState.FAILED, AdapterEvent.RETRY) is state
+        self._place(digest, num_pages, after)
+        self.num_loading_pages += num_pages
+        return True
+
+    def ready(self, digest: AdapterDigest) -> None:
+        """The pages of a loading adapter are filled. It is idle until it is acquired."""
+        placed = self._placed[digest]
+        placed.state = next_state(placed.state, AdapterEvent.READY)
+        self.num_loading_pages -= placed.lease.num_pages
+        self._rest(digest, placed)
+
+    def fail(self, digest: AdapterDigest, until: float) -> None:
+        """The load went wrong: its pages are free, and it is not tried again before `until`."""
+        placed = self._placed[digest]
+        next_state(placed.state, AdapterEvent.FAIL)
+        self.num_loading_pages -= placed.lease.num_pages
+        del self._placed[digest]
+        placed.lease.release()
+        self._failed[digest] = until
+
+    def _place(self, digest: AdapterDigest, num_pages: int, state: AdapterState) -> _Placed:
+        lease = self._pool.allocate(num_pages, f"adapter:{digest}")
+        assert lease is not None, "make_room promised the pages"
+        placed = self._placed[digest] = _Placed(lease, state)
+        return placed
+
+    # ------------------------------------------------------------------ use
+    def acquire(self, digest: AdapterDigest, num_pages: int, now: float = 0.0) -> Acquired | None:
+        """Pin an adapter of `num_pages` pages, evicting what is idle if need be. None when there is no room.
+
+        One that is loading cannot be acquired.
+        """
+        placed = self._placed.get(digest)
+        is_cold = placed is None
+        if placed is None:
+            after = next_state(AdapterState.ABSENT, AdapterEvent.PLACED)
             if not self.make_room(num_pages):
                 return None
-            lease = self._pool.allocate(num_pages, f"adapter:{digest}")
-            assert lease is not None, "make_room promised the pages"
-            resident = self._residents[digest] = _Resident(lease)
-        resident.num_pins += 1
-        self._idle.pop(digest, None)
-        return Acquired(digest, resident.lease.pages, is_cold)
+            self._failed.pop(digest, None)
+            placed = self._place(digest, num_pages, after)
+        assert placed.state is AdapterState.RESIDENT, "acquired while it is loaded"
+        placed.num_pins += 1
+        placed.use(now)
+        if digest in self._idle:
+            self._idle.remove(digest)
+        return Acquired(digest, placed.lease.pages, is_cold)
 
     def release(self, digest: AdapterDigest) -> None:
         """Undo one `acquire`. At the last one the adapter becomes idle, most recently used."""
-        resident = self._residents[digest]
-        assert resident.num_pins > 0, "adapter released more often than acquired"
-        resident.num_pins -= 1
-        if not resident.num_pins:
-            self._idle[digest] = None
+        placed = self._placed[digest]
+        assert placed.num_pins > 0, "adapter released more often than acquired"
+        placed.num_pins -= 1
+        if not placed.num_pins:
+            self._rest(digest, placed)
+
+    def _rest(self, digest: AdapterDigest, placed: _Placed) -> None:
+        num_pages = placed.lease.num_pages
+        worth = max(placed.popularity, 1.0) * (self._cost.fixed_s / max(num_pages, 1) + self._cost.page_s)
+        self._idle.add(digest, num_pages, worth, lambda: self.evict(digest))
 
     def evict(self, digest: AdapterDigest) -> None:
-        """Free an idle adapter's pages."""
-        del self._idle[digest]
-        self._residents.pop(digest).lease.release()
-        self.num_evictions += 1
+        """Free an idle adapter's pages. Raises KeyError for one that is not idle."""
+        self._idle.remove(digest)
+        placed = self._placed.pop(digest)
+        next_state(placed.state, AdapterEvent.EVICT)
+        placed.lease.release()
+        self.evictions[self._reason] += 1
+        self.on_evict(digest)
 
     def check_invariants(self) -> None:
         self._pool.check_invariants()
-        for digest, resident in self._residents.items():
-            assert resident.num_pins >= 0
-            assert (resident.num_pins == 0) == (digest in self._idle), "idle list disagrees with pins"
-            assert resident.lease.namespace == f"adapter:{digest}"
-        assert set(self._idle) <= set(self._residents)
+        self._idle.check_invariants()
+        loading = 0
+        for digest, placed in self._placed.items():
+            assert placed.num_pins >= 0
+            is_idle = placed.state is AdapterState.RESIDENT and placed.num_pins == 0
+            assert is_idle == (digest in self._idle), "idle entries disagree with pins"
+            assert placed.lease.namespace == f"adapter:{digest}"
+            assert digest not in self._failed, "an adapter in the pool counts as failed"
+            loading += placed.lease.num_pages if placed.state is AdapterState.LOADING else 0
+        assert loading == self.num_loading_pages
+
+
+def _keys(keep: AdapterDigest | Collection[AdapterDigest] | None) -> Collection[AdapterDigest]:
+    if keep is None:
+        return ()
+    return (keep,) if isinstance(keep, str) else keep

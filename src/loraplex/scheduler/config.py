@@ -1,9 +1,10 @@
 """Settings of the scheduler."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loraplex.core import ConfigError
+from loraplex.pool import ReloadCost
 
 _KNOBS = {"max_step_tokens": "--max-num-batched-tokens"}  # flags with vLLM's name; the others are named as the field
 
@@ -14,7 +15,15 @@ class SchedulerConfig:
 
     `max_loras` bounds the distinct adapters of a step and reserves no memory. `adapter_patience_s`: how long a request
     that waits for an adapter's turn may be overtaken by requests whose adapter already runs. The base may overtake it
-    after that as well.
+    after that as well. `aging_s`: who has waited so long counts as of the highest priority that waits.
+
+    `load_ahead`: adapters are loaded beside steps, with at most `max_load_pages` pages on their way (None: no bound);
+    without, a step waits for the adapters that it brings in. `tpot_target_ms` bounds the ranks of a step by the
+    calibrated cost model. `fair_shares`: tenants are served by what they were served, not by age alone.
+    `max_waiting_tokens` bounds the prompt tokens of the queue.
+
+    `reload` and `prefix_page_s` say what bringing an adapter back and computing a cached page again take; with 0 the
+    least recently used goes first.
     """
 
     max_model_len: int
@@ -22,6 +31,15 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_loras: int = 32
     adapter_patience_s: float = 0.5
+    aging_s: float = 10.0
+    load_ahead: bool = False
+    max_load_pages: int | None = None
+    tpot_target_ms: float | None = None
+    fair_shares: bool = True
+    max_waiting_tokens: int | None = None
+    prefix_caching: bool = True
+    reload: ReloadCost = field(default_factory=ReloadCost)
+    prefix_page_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_step_tokens", "max_num_seqs", "max_loras"):
@@ -34,5 +52,14 @@ class SchedulerConfig:
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence takes one token of the budget; set --max-num-batched-tokens or --max-num-seqs."
             )
-        if not (math.isfinite(self.adapter_patience_s) and self.adapter_patience_s >= 0):
-            raise ConfigError(f"adapter_patience_s must be 0 or more seconds, got {self.adapter_patience_s}.")
+        for name in ("adapter_patience_s", "aging_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} must be 0 or more seconds, got {value}.")
+        for name in ("max_load_pages", "max_waiting_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}; set --{name.replace('_', '-')}.")
+        target = self.tpot_target_ms
+        if target is not None and not (math.isfinite(target) and target > 0):
+            raise ConfigError(f"tpot_target_ms must be a number of milliseconds above 0, got {target}.")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from loraplex.core import AdapterDigest, FinishReason, PageId, SequenceId
+from loraplex.scheduler.cost import StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """An adapter whose pages must be filled before the step runs."""
+    """An adapter whose pages must be filled: before the step runs, or beside steps until `Scheduler.adapter_ready`."""
 
     digest: AdapterDigest
     pages: tuple[PageId, ...]
@@ -33,10 +34,17 @@ class StepPlan:
     adapters: tuple[tuple[AdapterDigest, tuple[PageId, ...]], ...]  # distinct, in the order of their segments
     loads: tuple[AdapterLoad, ...]
     num_preempted: int
+    sum_ranks: float = 0.0  # of the distinct adapters
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def shape(self) -> StepShape:
+        """What the step's time depends on."""
+        num_kv_tokens = sum(chunk.start + chunk.num_tokens for chunk in self.chunks)
+        return StepShape(self.num_tokens, num_kv_tokens, self.sum_ranks)
 
 
 @dataclass(frozen=True, slots=True)

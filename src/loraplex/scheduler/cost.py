@@ -1,0 +1,135 @@
+"""What a step costs: milliseconds as a function of its tokens, the KV it reads and the ranks of its adapters.
+
+step_ms = max(fixed_ms, token_ms * tokens) + kv_token_ms * KV tokens + rank_ms * sum of distinct ranks. Reading the
+weights takes `fixed_ms` however few tokens there are; beyond a number of tokens arithmetic takes longer.
+"""
+
+import math
+from dataclasses import dataclass
+
+MIN_SAMPLES = 32  # steps seen before a calibrated model is trusted
+SOLVE_EVERY = 16
+FORGET = 0.998  # weight of the step before; about 500 steps are remembered
+CLIP = 4.0  # typical residuals that a step may be off before it counts as this much off
+_PRIOR = 1e-7  # weight of the start values; so little that a feature seen a few times overrules it
+_SIZE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's time depends on. `sum_ranks`: of its distinct adapters."""
+
+    num_tokens: int
+    num_kv_tokens: int
+    sum_ranks: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Coefficients, all in milliseconds."""
+
+    fixed_ms: float
+    token_ms: float
+    kv_token_ms: float
+    rank_ms: float
+
+    def step_ms(self, shape: StepShape) -> float:
+        """Time of a step."""
+        dense = max(self.fixed_ms, self.token_ms * shape.num_tokens)
+        return dense + self.kv_token_ms * shape.num_kv_tokens + self.rank_ms * shape.sum_ranks
+
+    def max_ranks(self, target_ms: float, num_tokens: int, num_kv_tokens: int) -> float:
+        """Sum of distinct ranks with which such a step takes `target_ms`; 0 if it takes longer even without."""
+        left = target_ms - self.step_ms(StepShape(num_tokens, num_kv_tokens, 0.0))
+        if self.rank_ms <= 0.0:
+            return math.inf if left >= 0.0 else 0.0
+        return max(0.0, left / self.rank_ms)
+
+    @property
+    def tokens_per_rank(self) -> float:
+        """Tokens whose arithmetic takes as long as one rank in one step."""
+        return self.rank_ms / self.token_ms if self.token_ms > 0.0 else 0.0
+
+
+H200_8B = CostModel(fixed_ms=3.49, token_ms=0.019, kv_token_ms=3.05e-5, rank_ms=1.22e-3)
+"""Physical limits of Llama-3-8B in bfloat16 on one H200: 4.3 TB/s and 790 TFLOP/s, adapters of all projections."""
+
+
+class Calibrator:
+    """Fits a cost model to measured steps: least squares with forgetting, where outliers are clipped.
+
+    A step counts for `fixed_ms` or for `token_ms`, whichever the model so far says it was bound by. A coefficient that
+    the steps say nothing about keeps its start value; none is negative.
+    """
+
+    __slots__ = ("_error_ms", "_gram", "_moment", "_scale", "_start", "model", "num_samples")
+
+    def __init__(self, start: CostModel = H200_8B) -> None:
+        self.model = start
+        self.num_samples = 0
+        self._start = _vector(start)
+        self._scale = [1.0 / max(value, 1e-9) for value in self._start]  # of features, so that the prior weighs alike
+        self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
+        self._moment = [0.0] * _SIZE
+        self._error_ms = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether enough steps were seen."""
+        return self.num_samples >= MIN_SAMPLES
+
+    def add(self, shape: StepShape, step_ms: float) -> None:
+        """Take a measured step into account."""
+        if not (math.isfinite(step_ms) and step_ms > 0.0):
+            return
+        expected = self.model.step_ms(shape)
+        off = step_ms - expected
+        if self.is_ready:
+            limit = CLIP * max(self._error_ms, 0.01 * expected)
+            off = min(max(off, -limit), limit)
+        self._error_ms += (0.05 if self.num_samples else 1.0) * (abs(off) - self._error_ms)
+        self._book(shape, expected + off)
+        self.num_samples += 1
+        if self.num_samples % SOLVE_EVERY == 0:
+            self.model = CostModel(*self._solve())
+
+    def _book(self, shape: StepShape, step_ms: float) -> None:
+        is_fixed = self.model.fixed_ms >= self.model.token_ms * shape.num_tokens
+        raw = (float(is_fixed), 0.0 if is_fixed else shape.num_tokens, shape.num_kv_tokens, shape.sum_ranks)
+        row = [value / scale for value, scale in zip(raw, self._scale, strict=True)]
+        for i in range(_SIZE):
+            self._moment[i] = FORGET * self._moment[i] + row[i] * step_ms
+            for j in range(_SIZE):
+                self._gram[i][j] = FORGET * self._gram[i][j] + row[i] * row[j]
+
+    def _solve(self) -> list[float]:
+        """Coefficients that fit best, none negative: those that would be are 0, and the others are fitted again."""
+        free = list(range(_SIZE))
+        while True:
+            gram = [[self._gram[i][j] + (_PRIOR if i == j else 0.0) for j in free] for i in free]
+            start = [self._start[i] * self._scale[i] for i in free]
+            moment = [self._moment[i] + _PRIOR * start[k] for k, i in enumerate(free)]
+            found = dict(zip(free, _solve_linear(gram, moment), strict=True))
+            kept = [i for i in free if found[i] >= 0.0]
+            if len(kept) == len(free):
+                return [found[i] / self._scale[i] if i in found else 0.0 for i in range(_SIZE)]
+            free = kept
+
+
+def _vector(model: CostModel) -> list[float]:
+    return [model.fixed_ms, model.token_ms, model.kv_token_ms, model.rank_ms]
+
+
+def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """x of matrix x = right, by elimination. The matrix is symmetric and positive definite."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = rows[j][i] / rows[i][i]
+            for k in range(i, size + 1):
+                rows[j][k] -= factor * rows[i][k]
+    x = [0.0] * size
+    for i in reversed(range(size)):
+        x[i] = (rows[i][size] - sum(rows[i][k] * x[k] for k in range(i + 1, size))) / rows[i][i]
+    return x

@@ -1,0 +1,139 @@
+"""Fair shares: a virtual counter of what each tenant was served, and the order that follows from it.
+
+Virtual token counter (Sheng et al., OSDI 2024, arXiv 2401.00588, algorithm 2): the tenant that was served least goes
+first, and one that returns is lifted to the least of those at work, so that idling earns nothing. Here a step costs its
+tenants the ranks of their adapters too: a tenant alone on an adapter pays them all, those on one adapter split them.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from loraplex.core import SequenceId
+from loraplex.scheduler.plan import StepPlan
+from loraplex.scheduler.sequence import Sequence as SequenceState
+
+INPUT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+MAX_IDLE_TENANTS = 4096  # counters kept of tenants that have nothing here
+
+Tenant = str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    served: float = 0.0
+    num_open: int = 0  # sequences in the system
+
+
+class FairShares:
+    """What each tenant was served, in tokens, divided by its weight."""
+
+    __slots__ = ("_floor", "_shares", "_weights")
+
+    def __init__(self) -> None:
+        self._shares: dict[Tenant, _Share] = {}
+        self._weights: dict[Tenant, float] = {}
+        self._floor = 0.0  # of the tenant that left last, for a system that was empty since
+
+    def set_weight(self, tenant: Tenant, weight: float) -> None:
+        """A tenant of weight 2 is served twice as much as one of weight 1."""
+        assert weight > 0.0, f"a tenant's weight must be above 0, got {weight}"
+        self._weights[tenant] = weight
+
+    def served(self, tenant: Tenant) -> float:
+        """A tenant's counter."""
+        share = self._shares.get(tenant)
+        return share.served if share is not None else 0.0
+
+    def arrive(self, tenant: Tenant) -> None:
+        """A sequence came."""
+        share = self._shares.get(tenant)
+        if share is None:
+            share = self._shares[tenant] = _Share()
+        if not share.num_open:
+            busy = [other.served for other in self._shares.values() if other.num_open]
+            share.served = max(share.served, min(busy, default=self._floor))
+        share.num_open += 1
+
+    def leave(self, tenant: Tenant) -> None:
+        """A sequence ended."""
+        share = self._shares[tenant]
+        assert share.num_open > 0, "more sequences left than came"
+        share.num_open -= 1
+        if not share.num_open:
+            self._floor = max(self._floor, share.served)
+            self._forget_some()
+
+    def _forget_some(self) -> None:
+        """Those that were served least are lifted at their return anyway."""
+        if len(self._shares) <= 2 * MAX_IDLE_TENANTS:
+            return
+        idle = sorted((share.served, str(tenant)) for tenant, share in self._shares.items() if not share.num_open)
+        kept = {name for _, name in idle[-MAX_IDLE_TENANTS:]}
+        self._shares = {t: share for t, share in self._shares.items() if share.num_open or str(t) in kept}
+
+    def charge(self, tenant: Tenant, tokens: float) -> None:
+        """Book what a tenant was served."""
+        self._shares[tenant].served += tokens / self._weights.get(tenant, 1.0)
+
+    def charge_step(
+        self, plan: StepPlan, sequences: Mapping[SequenceId, SequenceState], tokens_per_rank: float
+    ) -> None:
+        """Book a step's output tokens, and every adapter's ranks in equal parts to the sequences that use it."""
+        users = Counter(chunk.adapter for chunk in plan.chunks)
+        for chunk in plan.chunks:
+            seq = sequences.get(chunk.seq_id)
+            if seq is not None:
+                ranks = seq.adapter_rank / users[chunk.adapter]
+                self.charge(seq.tenant, tokens_per_rank * ranks + (OUTPUT_WEIGHT if chunk.samples else 0.0))
+
+    def check_invariants(self, sequences: Iterable[SequenceState]) -> None:
+        """Counts are those of the sequences."""
+        counts: dict[Tenant, int] = {}
+        for seq in sequences:
+            counts[seq.tenant] = counts.get(seq.tenant, 0) + 1
+        assert counts == {tenant: share.num_open for tenant, share in self._shares.items() if share.num_open}
+
+
+def age(seq: SequenceState) -> tuple[float, int]:
+    """Key of the order of arrival."""
+    return (seq.arrival_s, seq.seq_id)
+
+
+def in_turn(
+    waiting: Sequence[SequenceState], shares: FairShares | None, now: float, aging_s: float
+) -> Iterator[SequenceState]:
+    """Waiting sequences, given in order of age, as their turn comes: priority, then served least, then age.
+
+    Without `shares`, priority and age alone. Who has waited `aging_s` counts as of the highest priority that waits.
+    What a tenant is charged between two of them counts for the next.
+    """
+    if not waiting:
+        return
+    top = max(seq.priority for seq in waiting)
+    groups: dict[tuple[int, Tenant], list[SequenceState]] = {}
+    for seq in waiting:
+        level = top if now - seq.arrival_s >= aging_s else seq.priority
+        groups.setdefault((level, seq.tenant if shares is not None else None), []).append(seq)
+    if len(groups) == 1:
+        yield from list(waiting)
+        return
+
+    def key(level: int, tenant: Tenant, seq: SequenceState) -> tuple[int, float, float, int]:
+        return (-level, shares.served(tenant) if shares is not None else 0.0, *age(seq))
+
+    heap = [(key(*group, seqs[0]), group, 0) for group, seqs in groups.items()]
+    heapq.heapify(heap)
+    while heap:
+        old, group, place = heap[0]
+        seqs = groups[group]
+        current = key(*group, seqs[place])
+        if current != old:
+            heapq.heapreplace(heap, (current, group, place))
+            continue
+        heapq.heappop(heap)
+        yield seqs[place]
+        if place + 1 < len(seqs):
+            heapq.heappush(heap, (key(*group, seqs[place + 1]), group, place + 1))

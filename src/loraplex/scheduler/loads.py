@@ -1,0 +1,59 @@
+"""Which adapters are brought into the pool ahead of the sequences that wait for them."""
+
+from collections.abc import Iterable
+
+from loraplex.core import AdapterDigest
+from loraplex.pool import AdapterResidency, AdapterState, PoolGeometry
+from loraplex.scheduler.config import SchedulerConfig
+from loraplex.scheduler.plan import AdapterLoad
+from loraplex.scheduler.sequence import Sequence
+
+
+class LoadAhead:
+    """Starts loads. Adapters come in the order in which their sequences will start, so the first in the queue is never
+    held up by those behind it.
+    """
+
+    __slots__ = ("_config", "_geometry", "_residency")
+
+    def __init__(self, config: SchedulerConfig, geometry: PoolGeometry, residency: AdapterResidency) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._residency = residency
+
+    def start(self, in_turn: Iterable[Sequence], spare_pages: int, now: float) -> tuple[AdapterLoad, ...]:
+        """Lease pages for adapters of waiting sequences; the pages that are to be filled.
+
+        A load takes only what `spare_pages` and the sequences before it leave, and evicts no adapter that one of those
+        waits for. The first that does not fit stops those behind it.
+        """
+        loads = []
+        ahead = spare_pages
+        wanted: list[AdapterDigest] = []
+        for place, seq in enumerate(in_turn):
+            if place >= self._config.max_num_seqs:
+                break
+            ahead += self._geometry.pages_for_tokens(seq.num_tokens)
+            if seq.adapter is None or seq.adapter in wanted:
+                continue
+            if self._residency.state(seq.adapter, now) is AdapterState.ABSENT:
+                if not self._begin(seq, seq.adapter, ahead, wanted, now):
+                    break
+                loads.append(AdapterLoad(seq.adapter, self._residency.pages(seq.adapter)))
+            wanted.append(seq.adapter)
+        return tuple(loads)
+
+    def _begin(self, seq: Sequence, digest: AdapterDigest, ahead: int, wanted: list[AdapterDigest], now: float) -> bool:
+        """Lease its pages if they fit beside the `ahead` that those before it take, and into what may be on its way."""
+        bound, loading = self._config.max_load_pages, self._residency.num_loading_pages
+        if bound is not None and loading and loading + seq.adapter_pages > bound:
+            return False
+        if not self._residency.can_make_room(ahead + seq.adapter_pages, wanted):
+            return False
+        return self._residency.begin_load(digest, seq.adapter_pages, wanted, now)
+
+    def missing_pages(self, seq: Sequence) -> int:
+        """Pages that a waiting sequence does not have yet, its adapter's included."""
+        assert seq.adapter is not None
+        is_placed = self._residency.state(seq.adapter) in (AdapterState.LOADING, AdapterState.RESIDENT)
+        return self._geometry.pages_for_tokens(seq.num_tokens) + (0 if is_placed else seq.adapter_pages)

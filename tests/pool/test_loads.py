@@ -1,0 +1,134 @@
+"""States of an adapter in the pool, and what is evicted first."""
+
+import itertools
+
+import pytest
+
+from loraplex.core import AdapterDigest
+from loraplex.pool import AdapterResidency, AdapterState, EvictionReason, PagePool, ReloadCost
+from loraplex.pool.adapter_state import AdapterEvent, next_state
+
+A, B, C = (AdapterDigest(name * 64) for name in "abc")
+S, E = AdapterState, AdapterEvent
+LIFE = {
+    (S.ABSENT, E.BEGIN): S.LOADING,
+    (S.ABSENT, E.PLACED): S.RESIDENT,
+    (S.LOADING, E.READY): S.RESIDENT,
+    (S.LOADING, E.FAIL): S.FAILED,
+    (S.FAILED, E.RETRY): S.ABSENT,
+    (S.RESIDENT, E.EVICT): S.ABSENT,
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(S, E)))
+def test_every_transition_is_allowed_or_a_bug(state: AdapterState, event: AdapterEvent) -> None:
+    if (state, event) in LIFE:
+        assert next_state(state, event) is LIFE[state, event]
+    else:
+        with pytest.raises(AssertionError, match=f"is {state.value} cannot {event.value}"):
+            next_state(state, event)
+
+
+def make_residency(num_pages: int = 6, cost: ReloadCost | None = None) -> tuple[PagePool, AdapterResidency]:
+    pool = PagePool(num_pages)
+    return pool, AdapterResidency(pool, cost=cost)
+
+
+def test_loading_adapter_holds_its_pages_and_is_not_resident() -> None:
+    pool, residency = make_residency()
+    assert residency.begin_load(A, 4, (), 0.0)
+    assert (pool.num_free, residency.num_loading_pages, residency.num_pages) == (2, 4, 4)
+    assert (residency.resident, residency.loading) == ((), (A,))
+    assert not residency.make_room(3), "its pages are being written"
+    with pytest.raises(AssertionError, match="acquired while it is loaded"):
+        residency.acquire(A, 4)
+    with pytest.raises(KeyError):
+        residency.evict(A)
+    residency.check_invariants()
+    pages = residency.pages(A)
+    residency.ready(A)
+    acquired = residency.acquire(A, 4)
+    assert acquired is not None
+    assert (acquired.pages, acquired.is_cold) == (pages, False)
+    residency.check_invariants()
+
+
+def test_load_without_room_changes_nothing_and_spares_what_is_kept() -> None:
+    pool, residency = make_residency()
+    residency.acquire(A, 3)
+    residency.release(A)
+    assert not residency.begin_load(B, 4, (A,), 0.0)
+    assert (residency.resident, pool.num_free, residency.state(B)) == ((A,), 3, S.ABSENT)
+    assert residency.begin_load(B, 4, (), 0.0)
+    assert residency.resident == ()
+    assert residency.evictions == {EvictionReason.LOAD: 1}
+    residency.check_invariants()
+
+
+def test_failed_load_frees_its_pages_and_is_absent_again_in_time() -> None:
+    pool, residency = make_residency()
+    residency.begin_load(A, 4, (), 0.0)
+    residency.fail(A, until=5.0)
+    assert pool.num_free == 6
+    assert [residency.state(A, now) for now in (0.0, 4.9, 5.0)] == [S.FAILED, S.FAILED, S.ABSENT]
+    assert residency.num_failed(4.9) == 1
+    with pytest.raises(AssertionError, match="failed cannot begin"):
+        residency.begin_load(A, 4, (), 4.0)
+    assert residency.begin_load(A, 4, (), 5.0)
+    assert residency.num_failed(0.0) == 0
+    residency.check_invariants()
+
+
+def test_evictions_are_counted_by_what_the_pages_were_wanted_for() -> None:
+    _, residency = make_residency()
+    for digest in (A, B, C):
+        residency.acquire(digest, 2)
+        residency.release(digest)
+    residency.make_room(1, reason=EvictionReason.GROWTH)
+    residency.make_room(4)
+    residency.evict(C)
+    assert residency.evictions == {EvictionReason.GROWTH: 1, EvictionReason.START: 1, EvictionReason.RETIRED: 1}
+    assert residency.num_evictions == 3
+
+
+def use(residency: AdapterResidency, digest: AdapterDigest, now: float) -> None:
+    residency.acquire(digest, 2, now)
+    residency.release(digest)
+
+
+@pytest.mark.parametrize(("pause_s", "survivor"), [(1.0, A), (6000.0, B)])
+def test_popular_adapter_outlives_a_recent_one_until_its_popularity_fades(
+    pause_s: float, survivor: AdapterDigest
+) -> None:
+    _, residency = make_residency(4, ReloadCost(page_s=1.0))
+    for now in (0.0, 1.0, 2.0, 2.0 + pause_s):
+        use(residency, A, now)
+    for _ in range(2):
+        use(residency, B, 2.0 + pause_s)
+    assert residency.make_room(2)
+    assert residency.resident == (survivor,)
+
+
+def test_small_adapter_is_worth_more_a_page_where_each_load_costs_a_fixed_time() -> None:
+    _, residency = make_residency(6, ReloadCost(fixed_s=1.0, page_s=0.1))
+    for digest, num_pages in ((A, 1), (B, 5)):
+        residency.acquire(digest, num_pages)
+        residency.release(digest)
+    assert residency.make_room(1)
+    assert residency.resident == (A,), "although B was used last"
+
+
+def test_what_is_not_used_sinks_below_newcomers() -> None:
+    pool, residency = make_residency(4, ReloadCost(page_s=1.0))
+    for _ in range(4):
+        residency.acquire(A, 2)
+        residency.release(A)
+    rounds = 0
+    while residency.is_resident(A):
+        for digest in (B, C):
+            residency.acquire(digest, 2)
+            residency.release(digest)
+        rounds += 1
+        assert rounds < 10, "one that was popular long ago stays for ever"
+    assert rounds > 1
+    assert pool.num_free == 0
