@@ -15,10 +15,10 @@ CPU_MEMORY_BYTES = 1 * GIB
 GPU_MEMORY_UTILIZATION = 0.9
 _OPTIONAL = (
     *("num_threads", "max_model_len", "max_num_seqs", "max_lora_rank"),
-    *("kv_pages", "max_num_batched_tokens", "memory_bytes"),
+    *("kv_pages", "max_num_batched_tokens", "memory_bytes", "max_waiting_tokens"),
 )
 _COUNTS = ("max_loras", "max_waiting")
-_FLAGS = {"memory_bytes": "--memory"}  # the others are named as the field
+_FLAGS = {"memory_bytes": "--memory", "prefix_caching": "--enable-prefix-caching"}  # the others are named as the field
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,9 @@ class EngineConfig:
 
     The pool is `kv_pages` pages, or as many as `memory_bytes` hold; on a GPU without either, what base and workspace
     leave of `gpu_memory_utilization` of its memory. `max_loras` bounds distinct adapters in a step and `max_lora_rank`
-    is a limit: neither reserves memory. `enforce_eager`: no CUDA graphs.
+    is a limit: neither reserves memory. `enforce_eager`: no CUDA graphs. `max_waiting` bounds the queue in sequences,
+    `max_waiting_tokens` in prompt tokens. `tpot_target_ms` bounds the ranks of a step by what the engine has measured.
+    `prefix_caching`: requests of a tenant share computed prefixes; those without a tenant never do.
     """
 
     dtype: str = "auto"
@@ -43,15 +45,24 @@ class EngineConfig:
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     max_waiting: int = 1024
     enforce_eager: bool = False
+    max_waiting_tokens: int | None = None
+    tpot_target_ms: float | None = None
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not supported; choose one of {', '.join(DTYPES)} (--dtype).")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device {self.device!r:.80} is not supported; choose one of {DEVICES} (--device).")
-        eager: object = self.enforce_eager
-        if not isinstance(eager, bool):
-            raise ConfigError(f"enforce_eager must be true or false, got {eager!r:.80} (--enforce-eager).")
+        for name in ("enforce_eager", "prefix_caching"):
+            value: object = getattr(self, name)
+            if not isinstance(value, bool):
+                flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+                raise ConfigError(f"{name} must be true or false, got {value!r:.80} ({flag}).")
+        target: object = self.tpot_target_ms
+        is_number = isinstance(target, (int, float)) and not isinstance(target, bool)
+        if target is not None and not (is_number and 0 < target < float("inf")):  # type: ignore[operator]
+            raise ConfigError(f"tpot_target_ms must be a number above 0, got {target!r:.80} (--tpot-target-ms).")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(

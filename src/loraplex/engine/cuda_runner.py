@@ -1,8 +1,9 @@
 """Steps on CUDA: decoding in captured graphs, the rest launch by launch, and nobody waits before results are read.
 
-Everything runs on one stream, so pages that the host hands on are written by their new owner after the old one read
-them. Adapters' work lists are planned on the host when the mix changes, and read by the kernels on the device: a graph
-serves any mix. Graphs differ in rows, and in how many programs share a work list.
+All steps run on one stream, so pages that the host hands on are written by their new owner after the old one read
+them. Loads run on a second one, each after the steps launched before it; no step uses an adapter before the host saw
+that its load had ended. Adapters' work lists are planned on the host when the mix changes, and read by the kernels on
+the device: a graph serves any mix. Graphs differ in rows, and in how many programs share a work list.
 """
 
 from bisect import bisect_left
@@ -18,7 +19,7 @@ from loraplex.engine.batch import BatchBuilder, PageBuffer
 from loraplex.engine.cuda_buckets import GraphKey, find_key, graph_keys, row_buckets
 from loraplex.engine.cuda_prefill import PrefillAdapters
 from loraplex.engine.cuda_tables import StepTables
-from loraplex.engine.runner import Step, StepDone, StepInFlight
+from loraplex.engine.runner import LoadMark, Step, StepDone, StepInFlight
 from loraplex.kernels import KvBatch, LoraBatch
 from loraplex.kernels.gpu import (
     DECODE_ROWS,
@@ -58,6 +59,16 @@ class _InFlight:
         return [Sampled(max(values[i], 0), is_finite=values[i] >= 0) for i in self.places]
 
 
+@dataclass(frozen=True, slots=True)
+class _CopiesInFlight:
+    """Copies on the stream of loads, up to an event."""
+
+    event: torch.cuda.Event
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
 class _Adapters:
     """Work lists of the adapters of a decoding step, sent again only when the mix or its rows change."""
 
@@ -81,6 +92,7 @@ class CudaRunner:
     """Runs steps on a GPU. `capture` before use."""
 
     overlaps = True
+    copies_aside = True
 
     def __init__(self, decoder: Decoder, buffer: PageBuffer, max_seqs: int) -> None:
         assert isinstance(decoder.ops, CudaOps)
@@ -92,6 +104,7 @@ class CudaRunner:
         device, geometry = decoder.device, buffer.geometry
         self._stream = torch.cuda.Stream(device, priority=-5)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             decoder.ops.reserve(max_seqs, decoder.dtype)
             self._tables = StepTables(decoder.max_rows, max_seqs, geometry.num_pages, geometry.page_tokens, device)
@@ -222,8 +235,14 @@ class CudaRunner:
 
     # ------------------------------------------------------------------ steps
     def load(self, pages: Sequence[PageId], image: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._load_stream):
+            self._load_stream.wait_stream(self._stream)  # on the device: steps under way may still read these pages
             self._buffer.fill(pages, image)
+
+    def load_mark(self) -> LoadMark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._load_stream)
+        return _CopiesInFlight(event)
 
     def launch(self, step: Step) -> StepInFlight:
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():

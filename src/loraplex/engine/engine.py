@@ -1,5 +1,6 @@
 """The step loop: the scheduler and the pool meet the model. Synchronous and single-threaded; `now` is passed in."""
 
+import logging
 import random
 import threading
 import time
@@ -18,9 +19,11 @@ from loraplex.core import (
     EngineStats,
     FinishReason,
     InvalidRequest,
+    LoraplexError,
     ModelNotFound,
     NonFiniteOutput,
     Overloaded,
+    OverloadReason,
     Request,
     RequestId,
     RequestOutput,
@@ -28,7 +31,9 @@ from loraplex.core import (
     ServedBy,
 )
 from loraplex.engine.batch import PageBuffer
+from loraplex.engine.figures import Counters, snapshot
 from loraplex.engine.loading import LoadedBase, Progress
+from loraplex.engine.loads import AdapterLoader, LoadEnded
 from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
 from loraplex.engine.packing import PackedAdapter, pack_adapter
 from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
@@ -37,6 +42,10 @@ from loraplex.engine.site_check import adds_exactly
 from loraplex.engine.verification import Verifier
 from loraplex.model import Sampled, SamplingRow, needs_host
 from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
+
+_LOAD_TICK_S = 2e-4
+
+_log = logging.getLogger(__name__)
 
 StepResult = RequestOutput | RequestFailed
 
@@ -73,16 +82,12 @@ class _Started:
     plan: StepPlan
     drawing: tuple[SequenceId, ...]
     in_flight: StepInFlight
+    at_s: float  # of the host's clock
 
 
-@dataclass(slots=True)
-class _Counters:
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_adapter_loads: int = 0
-    adapter_load_s: float = 0.0
-    num_distinct_adapters: int = 0
+def _load_failed(name: str, retry_after_s: float) -> Overloaded:
+    message = f"The adapter {name!r} could not be brought into the pool; it is tried again in {retry_after_s:.1f} s."
+    return Overloaded(message, retry_after_s, OverloadReason.ADAPTER_LOAD)
 
 
 class Engine:
@@ -108,14 +113,16 @@ class Engine:
         self._outputs = OutputProcessor(base.tokenizer)
         self._packed: dict[AdapterDigest, PackedAdapter] = {}
         self._retired: set[AdapterDigest] = set()
-        self._unfilled: set[AdapterDigest] = set()  # resident, but their pages were not written yet
+        self._loader = AdapterLoader(self._runner, base.geometry.page_bytes)
+        self._load_s: dict[AdapterDigest, float] = {}  # of each adapter's last load
         self._held: Counter[AdapterDigest] = Counter()  # kept for comparisons, whether or not they are retired
         self._adapters_lock = threading.Lock()  # over changes of packed, retired and held adapters
         self._requests: dict[RequestId, RequestState] = {}
         self._owner: dict[SequenceId, RequestState] = {}
         self._seeds: dict[SequenceId, int] = {}
         self._random = random.SystemRandom()
-        self._counters = _Counters()
+        self._counters = Counters()
+        self._collected_s = 0.0  # when the last step's results came
         self._on_logits = on_logits
         self._probes = ProbeBook()
         self._backlog: list[StepResult] = []  # of steps that a comparison made
@@ -148,9 +155,11 @@ class Engine:
     def _sweep_retired(self) -> None:
         with self._adapters_lock:
             for digest in [d for d in self._retired if not self._held[d] and not self.scheduler.uses_adapter(d)]:
-                if self.scheduler.residency.is_resident(digest):
-                    self.scheduler.residency.evict(digest)
+                if not self.scheduler.retire_adapter(digest):
+                    continue  # it is still being loaded
                 self._packed.pop(digest, None)
+                self._load_s.pop(digest, None)
+                self._loader.forget(digest)
                 self._retired.discard(digest)
 
     def hold_adapter(self, adapter: Adapter) -> PackedAdapter:
@@ -188,15 +197,14 @@ class Engine:
     def start_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
         """Queue probes on the base or on an adapter that is held, of which each linear is looked at first."""
         wanted, digest = tuple(probes), None if adapter is None else adapter.digest
-        num_pages, is_exact = 0, True
+        is_exact = True
         if adapter is not None:
             packed = self._packed[adapter.digest]
-            num_pages = packed.num_pages
             if not self._decoder.ops.in_graphs:
                 is_exact = adds_exactly(self._decoder, self._geometry, packed, adapter, self.base.sites)
         run = ProbeRun(wanted, is_exact=is_exact)
         for index, probe in enumerate(wanted):
-            self._add(self._probes.add(run, index, probe, digest), num_pages, self._now)
+            self._add(self._probes.add(run, index, probe, digest), self._now)
         return run
 
     def _run_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
@@ -207,7 +215,10 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
     def check(self, request: Request) -> None:
-        """Raise what `add_request` would: InvalidRequest, ContextTooLong, ModelNotFound, Overloaded."""
+        """Raise what `add_request` would: InvalidRequest, ContextTooLong, ModelNotFound, Overloaded.
+
+        All but Overloaded for an adapter whose load has failed a moment ago.
+        """
         vocab = self.base.vocab_size
         for token in request.prompt_token_ids:
             if not 0 <= token < vocab:
@@ -221,8 +232,10 @@ class Engine:
             )
         if len(self.scheduler.waiting) + params.n > self._max_waiting:
             raise Overloaded(
-                f"The queue of {self._max_waiting} waiting sequences is full (--max-waiting).", retry_after_s=1.0
+                f"The queue of {self._max_waiting} waiting sequences is full (--max-waiting).",
+                self.scheduler.retry_after_s,
             )
+        self.scheduler.check_queue(len(request.prompt_token_ids) * params.n)
 
     def _pages_of(self, request: Request) -> int:
         if request.adapter is None:
@@ -237,10 +250,22 @@ class Engine:
         self.check(request)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is already running.", "request_id")
-        self._add(request, self._pages_of(request), now)
+        if request.adapter is not None:
+            wait_s = self._loader.retry_in_s(request.adapter.digest, now)
+            if wait_s > 0.0 and not self.scheduler.residency.is_resident(request.adapter.digest):
+                raise _load_failed(request.adapter.name, wait_s)
+        self._add(request, now)
 
-    def _add(self, request: Request, adapter_pages: int, now: float) -> None:
-        added = self.scheduler.add(request, adapter_pages, self.tokenizer.eos_token_ids, now)
+    def _add(self, request: Request, now: float) -> None:
+        packed = self._packed[request.adapter.digest] if request.adapter is not None else None
+        added = self.scheduler.add(
+            request,
+            packed.num_pages if packed is not None else 0,
+            self.tokenizer.eos_token_ids,
+            now,
+            adapter_rank=packed.rank(self.base.sites) if packed is not None else 0.0,
+            may_share=request.request_id not in self._probes,
+        )
         state = self._outputs.start(request, (seq.seq_id for seq in added))
         self._requests[request.request_id] = state
         first_seed = request.params.seed
@@ -254,15 +279,15 @@ class Engine:
         if state is not None:
             self._drop(state, FinishReason.ABORT)
 
-    def _drop(self, state: RequestState, reason: FinishReason) -> None:
+    def _drop(self, state: RequestState, reason: FinishReason, *, keep_prefix: bool = True) -> None:
         for seq_id in state.sequences:
-            self.scheduler.finish(seq_id, reason)
+            self.scheduler.finish(seq_id, reason, keep_prefix=keep_prefix)
             self._owner.pop(seq_id, None)
             self._seeds.pop(seq_id, None)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.sequences or self._backlog) or self._started is not None
+        return bool(self.scheduler.sequences or self._backlog or self._loader) or self._started is not None
 
     # ------------------------------------------------------------------ one step
     def step(self, now: float) -> list[StepResult]:
@@ -275,6 +300,8 @@ class Engine:
         results, self._backlog = self._backlog, []
         if self._started is not None and not self._may_overlap():
             results += self._collect(self._started)
+        results += self._end_overdue(now)
+        results += self._advance_loads(now)
         plan = self.scheduler.schedule(now)
         before, self._started = self._started, None
         if plan is not None:
@@ -285,6 +312,8 @@ class Engine:
             results += self._collect(self._started)
         if plan is None:
             assert before is not None or not self.scheduler.running, "running sequences but no plan"
+            if before is None and self._loader:
+                time.sleep(_LOAD_TICK_S)  # only loads are under way, and they run by themselves
         self._sweep_retired()
         self._snapshot()
         return results
@@ -295,8 +324,7 @@ class Engine:
         return not self._probes and not any(needs_host(seq.params, seq.num_output_tokens) for seq in running)
 
     def _start(self, plan: StepPlan) -> _Started:
-        load_s = self._load(plan)
-        self._identify(plan, load_s)
+        self._identify(plan)
         drawing = [self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks if chunk.samples]
         is_observed = self._on_logits is not None or any(seq.request_id in self._probes for seq in drawing)
         observe = (lambda logits: self._observe(drawing, logits)) if is_observed else None
@@ -308,42 +336,78 @@ class Engine:
             observe,
             self.on_layer,
         )
+        at_s = time.perf_counter()
         in_flight = self._runner.launch(step)
-        self._count(plan, load_s)
+        self._counters.count(plan, (self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks))
         self.scheduler.advance(plan)
-        return _Started(plan, tuple(seq.seq_id for seq in drawing), in_flight)
+        return _Started(plan, tuple(seq.seq_id for seq in drawing), in_flight, at_s)
 
     def _collect(self, started: _Started) -> list[StepResult]:
         """Wait for a step and book what it drew."""
         if self._started is started:
             self._started = None
-        return self._commit(started.plan, dict(zip(started.drawing, started.in_flight.wait(), strict=True)))
+        drawn = started.in_flight.wait()
+        began_s, self._collected_s = max(started.at_s, self._collected_s), time.perf_counter()
+        self.scheduler.observe(started.plan, 1e3 * (self._collected_s - began_s))
+        return self._commit(started.plan, dict(zip(started.drawing, drawn, strict=True)))
 
-    def _load(self, plan: StepPlan) -> float:
-        """Fill the pages of adapters that came in with this step; seconds it took.
+    def _advance_loads(self, now: float) -> list[StepResult]:
+        """Begin loads for what waits, copy some, and let start whose adapter is there; failures of the others."""
+        for load in self.scheduler.start_loads(now):
+            self._loader.begin(load.digest, load.pages, self._packed[load.digest].image)
+        results: list[StepResult] = []
+        for ended in self._loader.advance(is_idle=not self.scheduler.running):
+            if ended.error is None:
+                self._take_load(ended)
+            else:
+                results += self._fail_load(ended, now)
+        return results
 
-        What an exception kept from being filled counts as resident by then; it stays in `_unfilled` until it is.
-        """
-        started = time.perf_counter()
-        self._unfilled |= {load.digest for load in plan.loads}
-        for digest, pages in plan.adapters:
-            if digest in self._unfilled:
-                self._runner.load(pages, self._packed[digest].image)
-                self._unfilled.discard(digest)
-        return time.perf_counter() - started if plan.loads else 0.0
+    def _take_load(self, ended: LoadEnded) -> None:
+        self.scheduler.adapter_ready(ended.digest)
+        self._loader.forget(ended.digest)
+        self._load_s[ended.digest] = ended.seconds
+        self._counters.num_adapter_loads += 1
+        self._counters.adapter_load_s += ended.seconds
 
-    def _identify(self, plan: StepPlan, load_s: float) -> None:
+    def _fail_load(self, ended: LoadEnded, now: float) -> list[StepResult]:
+        """Fail the requests that wait for an adapter."""
+        self._counters.num_load_failures += 1
+        until = self._loader.back_off(ended.digest, now)
+        _log.warning("adapter %s could not be loaded: %s", ended.digest, ended.error)
+        results: list[StepResult] = []
+        for seq in self.scheduler.adapter_failed(ended.digest, until):
+            state = self._owner.get(seq.seq_id)
+            if state is not None and state.request.adapter is not None:
+                failure = self._fail(state, _load_failed(state.request.adapter.name, until - now))
+                results += [failure] if failure is not None else []
+        return results
+
+    def _end_overdue(self, now: float) -> list[StepResult]:
+        """Fail requests whose deadline has passed."""
+        results: list[StepResult] = []
+        for seq in self.scheduler.overdue(now):
+            state = self._owner.get(seq.seq_id)
+            if state is None:
+                continue
+            message = f"The request had {state.request.deadline_s:g} s (deadline_s) and has not ended."
+            error = Overloaded(message, self.scheduler.retry_after_s, OverloadReason.DEADLINE)
+            failure = self._fail(state, error)
+            results += [failure] if failure is not None else []
+        return results
+
+    def _identify(self, plan: StepPlan) -> None:
         """Note on each request which weights its first step ran with."""
-        cold = {load.digest for load in plan.loads}
         for chunk in plan.chunks:
-            state = self._owner[chunk.seq_id]
+            state, seq = self._owner[chunk.seq_id], self.scheduler.sequences[chunk.seq_id]
             ref = state.request.adapter
             assert chunk.adapter == (ref.digest if ref else None), "a sequence was planned with another adapter"
+            assert seq.num_cached_tokens is not None, "a sequence runs that never started"
+            if state.num_cached_tokens is None or seq.num_cached_tokens < state.num_cached_tokens:
+                state.num_cached_tokens = seq.num_cached_tokens
             if state.served_by is None:
-                is_cold = chunk.adapter in cold
-                state.served_by = ServedBy(
-                    self.base.name, self.base.fingerprint, ref, is_cold, load_s if is_cold else 0.0
-                )
+                load_s = self._load_s[ref.digest] if ref is not None and seq.is_cold else 0.0
+                state.served_by = ServedBy(self.base.name, self.base.fingerprint, ref, seq.is_cold, load_s)
 
     def _observe(self, drawing: Iterable[Sequence], logits: Tensor) -> None:
         for row, seq in zip(logits, drawing, strict=True):
@@ -369,7 +433,8 @@ class Engine:
             if state is None:
                 continue  # its request failed a moment ago
             if not sampled[entry.seq_id].is_finite:
-                failure = self._fail(state)
+                ref = state.request.adapter
+                failure = self._fail(state, NonFiniteOutput(ref.label if ref is not None else self.base.name))
                 failed += [failure] if failure is not None else []
                 touched.pop(state.request.request_id, None)
                 continue
@@ -401,55 +466,26 @@ class Engine:
             self._probes.end(request_id, is_finite=True)
         return None if is_probe else output
 
-    def _fail(self, state: RequestState) -> RequestFailed | None:
-        """Stop a request whose logits were not finite; None for a probe."""
+    def _fail(self, state: RequestState, error: LoraplexError) -> RequestFailed | None:
+        """Stop a request; None for a probe. Nothing that it computed is used again."""
         request = state.request
         self._requests.pop(request.request_id, None)
-        self._drop(state, FinishReason.ABORT)
+        self._drop(state, FinishReason.ABORT, keep_prefix=False)
         if request.request_id in self._probes:
             self._probes.end(request.request_id, is_finite=False)
             return None
-        name = request.adapter.label if request.adapter else self.base.name
-        return RequestFailed(request.request_id, NonFiniteOutput(name))
+        return RequestFailed(request.request_id, error)
 
     # ------------------------------------------------------------------ figures
-    def _count(self, plan: StepPlan, load_s: float) -> None:
-        counters = self._counters
-        counters.num_steps += 1
-        for chunk in plan.chunks:
-            prompt_left = self.scheduler.sequences[chunk.seq_id].prompt_len - chunk.start
-            counters.num_prompt_tokens += max(0, min(chunk.num_tokens, prompt_left))
-        counters.num_adapter_loads += len(plan.loads)
-        counters.adapter_load_s += load_s
-        counters.num_distinct_adapters = len(plan.adapters)
-
     def _names(self, sequences: Iterable[Sequence]) -> tuple[str, ...]:
         wanted = (seq for seq in sequences if seq.request_id not in self._probes)
         refs = (self._owner[seq.seq_id].request.adapter for seq in wanted)
         return tuple(sorted({ref.name for ref in refs if ref is not None}))
 
     def _snapshot(self) -> None:
-        scheduler, counters = self.scheduler, self._counters
-        self._stats = EngineStats(
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running),
-            num_pages=scheduler.pool.num_pages,
-            num_free_pages=scheduler.pool.num_free,
-            num_adapter_pages=scheduler.residency.num_pages,
-            page_tokens=self._geometry.page_tokens,
-            num_steps=counters.num_steps,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_output_tokens=counters.num_output_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_adapter_loads=counters.num_adapter_loads,
-            adapter_load_s=counters.adapter_load_s,
-            num_adapter_evictions=scheduler.residency.num_evictions,
-            num_distinct_adapters=counters.num_distinct_adapters if scheduler.running else 0,
-            max_loras=scheduler.config.max_loras,
-            running_adapters=self._names(scheduler.running),
-            waiting_adapters=self._names(scheduler.waiting),
-            resident_adapters=scheduler.residency.resident,
-        )
+        scheduler = self.scheduler
+        names = self._names(scheduler.running), self._names(scheduler.waiting)
+        self._stats = snapshot(scheduler, self._counters, *names, self._now)
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of the end of the last step."""

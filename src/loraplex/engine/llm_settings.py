@@ -105,7 +105,7 @@ _RULES: Mapping[str, _Rule] = {
         convert=("auto", "none"),
     ),
     **_only("there is no speculative decoding", speculative_config=None),
-    **_only("there is no prefix cache", enable_prefix_caching=False),
+    **_only("there is no prefix cache for requests without a tenant, and these have none", enable_prefix_caching=False),
     **_only("prompts are always computed in chunks, see max_num_batched_tokens", enable_chunked_prefill=True),
     **_only("memory_bytes or kv_pages sizes the pool", kv_cache_memory_bytes=None, num_gpu_blocks_override=None),
     **_only("the page size follows from the model", block_size=None),

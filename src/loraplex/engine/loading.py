@@ -10,6 +10,7 @@ import torch
 from loraplex.core import BaseDescription, ConfigError
 from loraplex.engine.config import GIB, EngineConfig
 from loraplex.engine.host_memory import available_memory
+from loraplex.engine.loads import LOADING_BYTES
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.kernels import choose_ops
 from loraplex.model import (
@@ -23,7 +24,7 @@ from loraplex.model import (
     load_decoder,
     open_checkpoint,
 )
-from loraplex.pool import KvShape, PoolGeometry, plan_geometry
+from loraplex.pool import KvShape, PoolGeometry, ReloadCost, plan_geometry
 from loraplex.scheduler import SchedulerConfig
 
 Progress = Callable[[int, int], None]
@@ -135,6 +136,26 @@ def _check_memory(geometry: PoolGeometry, flag: str) -> None:
         )
 
 
+def _scheduler_config(config: EngineConfig, geometry: PoolGeometry, max_len: int, *, on_gpu: bool) -> SchedulerConfig:
+    """What the scheduler needs of the settings. Costs only order what is evicted, so their size is enough."""
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    bytes_per_s, token_s = (5e10, 2e-5) if on_gpu else (5e9, 1e-3)
+    return SchedulerConfig(
+        max_model_len=max_len,
+        max_step_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_loras=config.max_loras,
+        load_ahead=True,
+        max_load_pages=max(1, LOADING_BYTES // geometry.page_bytes),
+        tpot_target_ms=config.tpot_target_ms,
+        max_waiting_tokens=config.max_waiting_tokens,
+        prefix_caching=config.prefix_caching,
+        reload=ReloadCost(fixed_s=1e-4, page_s=geometry.page_bytes / bytes_per_s),
+        prefix_page_s=geometry.page_tokens * token_s,
+    )
+
+
 def load_base(
     directory: Path, config: EngineConfig, *, name: str | None = None, progress: Progress | None = None
 ) -> LoadedBase:
@@ -147,14 +168,7 @@ def load_base(
     torch.set_num_threads(config.threads)
     geometry = _plan_pool(config, model, dtype, device)
     max_len = _resolve_max_len(config, model, geometry)
-    assert config.max_num_batched_tokens is not None
-    assert config.max_num_seqs is not None
-    scheduler = SchedulerConfig(
-        max_model_len=max_len,
-        max_step_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_loras=config.max_loras,
-    )
+    scheduler = _scheduler_config(config, geometry, max_len, on_gpu=device.type == "cuda")
     group = model.num_heads // model.num_kv_heads
     choice = choose_ops(device, dtype, config.threads, model.head_dim, group, model.extras)
     options = LoadOptions(device, scheduler.max_step_tokens, max_len, dtype)

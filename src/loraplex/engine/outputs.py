@@ -46,6 +46,7 @@ class RequestState:
     sequences: dict[SequenceId, _SequenceText]
     served_by: ServedBy | None = None
     num_output_tokens: int = 0
+    num_cached_tokens: int | None = None  # the least that any of its sequences took from the prefix cache
     pending: list[SequenceDelta] = field(default_factory=list)
 
     @property
@@ -116,4 +117,5 @@ class OutputProcessor:
             finished=state.is_done,
             num_prompt_tokens=len(state.request.prompt_token_ids),
             num_output_tokens=state.num_output_tokens,
+            num_cached_tokens=state.num_cached_tokens or 0,
         )

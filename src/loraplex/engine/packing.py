@@ -30,6 +30,12 @@ class PackedAdapter:
     def num_pages(self) -> int:
         return self.image.shape[0]
 
+    def rank(self, sites: Sequence[BaseSite]) -> float:
+        """Ranks of all sites together that weigh as much as the adapter: what a step pays for it."""
+        sizes = np.array([site.d_in + site.d_out for site in sites], dtype=np.int64)
+        site_of = np.repeat(np.arange(len(sites)), np.diff(self.chunk_start))
+        return float((sizes[site_of] * self.chunk_rank).sum() / sizes.sum()) if len(sites) else 0.0
+
     def chunk_offsets(self, pages: Sequence[PageId], page_elems: int) -> NDArray[np.int64]:
         """Element offsets of A and B in the pool [2, num_chunks], the adapter lying in `pages`."""
         offsets: NDArray[np.int64] = np.asarray(pages, dtype=np.int64)[self.piece_page] * page_elems + self.piece_offset

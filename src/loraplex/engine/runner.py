@@ -38,17 +38,33 @@ class StepInFlight(Protocol):
         ...
 
 
+class LoadMark(Protocol):
+    """A point in the order of copies."""
+
+    def is_done(self) -> bool:
+        """Whether all copies before it have arrived. Never waits."""
+        ...
+
+
 class Runner(Protocol):
     """Runs steps in the order they are launched.
 
     Where `overlaps`, a step may be launched while the one before runs, and may use tokens that nobody has seen yet.
+    Where `copies_aside`, loads run beside the steps without the host's time.
     """
 
     @property
     def overlaps(self) -> bool: ...
 
+    @property
+    def copies_aside(self) -> bool: ...
+
     def load(self, pages: Sequence[PageId], image: Tensor) -> None:
-        """Copy an adapter's page images to its pages, before the next step and after those launched."""
+        """Copy page images of an adapter to its pages, after the steps launched so far. Never waits for a device."""
+        ...
+
+    def load_mark(self) -> LoadMark:
+        """Marks the copies so far."""
         ...
 
     def launch(self, step: Step) -> StepInFlight: ...
@@ -64,10 +80,19 @@ class StepDone:
         return self.drawn
 
 
+@dataclass(frozen=True, slots=True)
+class CopiesDone:
+    """A mark of copies that ended when they were called."""
+
+    def is_done(self) -> bool:
+        return True
+
+
 class EagerRunner:
     """Runs a step from start to end in `launch`, on any device."""
 
     overlaps = False
+    copies_aside = False
 
     def __init__(self, decoder: Decoder, buffer: PageBuffer) -> None:
         self._decoder = decoder
@@ -76,6 +101,9 @@ class EagerRunner:
 
     def load(self, pages: Sequence[PageId], image: Tensor) -> None:
         self._buffer.fill(pages, image)
+
+    def load_mark(self) -> LoadMark:
+        return CopiesDone()
 
     def launch(self, step: Step) -> StepInFlight:
         batch = self._builder.build(step.plan, step.sequences, step.packed)
