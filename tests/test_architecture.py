@@ -36,7 +36,7 @@ PURE_MODULES |= {"heapq", "itertools", "math", "operator", "types", "typing"}
 IMPURE_BUILTINS = {"breakpoint", "input", "open", "print"}
 HEAVY = {"flashinfer", "gguf", "peft", "ray", "torch", "transformers", "triton"}
 WITHOUT_TORCH = ("core", "adapters", "registry", "pool", "scheduler", "planner", "server")
-IMPORTED_WITHOUT_TORCH = ("core", "adapters", "registry", "pool", "scheduler", "server", "testing.fake_engine")
+IMPORTED_WITHOUT_TORCH = (*WITHOUT_TORCH, "testing.fake_engine")
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

@@ -21,7 +21,13 @@ def tenants_in_turn(world: World, count: int) -> list[str | None]:
 
 
 # ---------------------------------------------------------------------- counters
-def test_returning_tenant_is_lifted_to_the_least_of_those_at_work() -> None:
+def run_dry(shares: FairShares, tenant: str) -> None:
+    """A tenant's only sequence starts and ends."""
+    shares.start(tenant)
+    shares.leave(tenant, is_waiting=False)
+
+
+def test_returning_tenant_is_lifted_to_the_least_of_those_that_wait() -> None:
     shares = FairShares()
     for tenant in ("a", "b"):
         shares.arrive(tenant)
@@ -30,10 +36,21 @@ def test_returning_tenant_is_lifted_to_the_least_of_those_at_work() -> None:
     shares.arrive("c")
     assert shares.served("c") == 40.0
     for tenant in ("a", "c"):
-        shares.leave(tenant)
+        run_dry(shares, tenant)
     shares.charge("b", 500.0)
     shares.arrive("a")
     assert shares.served("a") == 540.0, "idling earns nothing"
+
+
+def test_tenant_that_only_runs_earns_nothing_by_asking_little() -> None:
+    """Its sequence runs on while others queue: what it did not ask for meanwhile is not made up later."""
+    shares = FairShares()
+    for tenant in ("a", "b"):
+        shares.arrive(tenant)
+    shares.start("a")
+    shares.charge("b", 300.0)
+    shares.arrive("a")
+    assert shares.served("a") == 300.0
 
 
 def test_debt_stays_over_a_pause() -> None:
@@ -41,16 +58,16 @@ def test_debt_stays_over_a_pause() -> None:
     shares.arrive("a")
     shares.charge("a", 100.0)
     shares.arrive("b")
-    shares.leave("a")
+    run_dry(shares, "a")
     shares.arrive("a")
     assert shares.served("a") == 100.0
 
 
-def test_newcomer_to_an_empty_system_starts_where_the_last_one_stood() -> None:
+def test_newcomer_to_an_empty_queue_starts_where_the_last_one_stood() -> None:
     shares = FairShares()
     shares.arrive("a")
     shares.charge("a", 70.0)
-    shares.leave("a")
+    shares.leave("a", is_waiting=True)
     shares.arrive("b")
     assert shares.served("b") == 70.0
 
@@ -68,7 +85,7 @@ def test_counters_of_idle_tenants_are_bounded() -> None:
     for number in range(3 * MAX_IDLE_TENANTS):
         shares.arrive(f"t{number}")
         shares.charge(f"t{number}", 1.0)
-        shares.leave(f"t{number}")
+        run_dry(shares, f"t{number}")
     assert len(shares._shares) <= 2 * MAX_IDLE_TENANTS
     assert shares.served(f"t{3 * MAX_IDLE_TENANTS - 1}") == 3.0 * MAX_IDLE_TENANTS, "those served most are kept"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from loraplex.core import SequenceId
 from loraplex.scheduler.plan import StepPlan
 from loraplex.scheduler.sequence import Sequence as SequenceState
+from loraplex.scheduler.sequence import SequenceStatus
 
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
@@ -24,18 +25,19 @@ Tenant = str | None
 @dataclass(slots=True, eq=False)
 class _Share:
     served: float = 0.0
-    num_open: int = 0  # sequences in the system
+    num_open: int = 0  # sequences that wait or run
 
 
 class FairShares:
     """What each tenant was served, in tokens, divided by its weight."""
 
-    __slots__ = ("_floor", "_shares", "_weights")
+    __slots__ = ("_floor", "_queued", "_shares", "_weights")
 
     def __init__(self) -> None:
         self._shares: dict[Tenant, _Share] = {}
+        self._queued: Counter[Tenant] = Counter()  # sequences that wait
         self._weights: dict[Tenant, float] = {}
-        self._floor = 0.0  # of the tenant that left last, for a system that was empty since
+        self._floor = 0.0  # of the tenant whose queue became empty last
 
     def set_weight(self, tenant: Tenant, weight: float) -> None:
         """A tenant of weight 2 is served twice as much as one of weight 1."""
@@ -48,22 +50,34 @@ class FairShares:
         return share.served if share is not None else 0.0
 
     def arrive(self, tenant: Tenant) -> None:
-        """A sequence came."""
-        share = self._shares.get(tenant)
-        if share is None:
-            share = self._shares[tenant] = _Share()
-        if not share.num_open:
-            busy = [other.served for other in self._shares.values() if other.num_open]
-            share.served = max(share.served, min(busy, default=self._floor))
+        """A sequence came. A tenant of whom none waited is lifted, so that what it did not ask for is not made up."""
+        share = self._shares.setdefault(tenant, _Share())
+        if tenant not in self._queued:
+            least = min((self._shares[other].served for other in self._queued), default=self._floor)
+            share.served = max(share.served, least)
         share.num_open += 1
+        self._queued[tenant] += 1
 
-    def leave(self, tenant: Tenant) -> None:
-        """A sequence ended."""
+    def start(self, tenant: Tenant) -> None:
+        """A sequence waits no more."""
+        assert self._queued[tenant] > 0, "more sequences started than waited"
+        self._queued[tenant] -= 1
+        if not self._queued[tenant]:
+            del self._queued[tenant]
+            self._floor = max(self._floor, self._shares[tenant].served)
+
+    def requeue(self, tenant: Tenant) -> None:
+        """A sequence that ran waits again."""
+        self._queued[tenant] += 1
+
+    def leave(self, tenant: Tenant, *, is_waiting: bool) -> None:
+        """A sequence ended, from the queue or while it ran."""
+        if is_waiting:
+            self.start(tenant)
         share = self._shares[tenant]
         assert share.num_open > 0, "more sequences left than came"
         share.num_open -= 1
         if not share.num_open:
-            self._floor = max(self._floor, share.served)
             self._forget_some()
 
     def _forget_some(self) -> None:
@@ -91,10 +105,12 @@ class FairShares:
 
     def check_invariants(self, sequences: Iterable[SequenceState]) -> None:
         """Counts are those of the sequences."""
-        counts: dict[Tenant, int] = {}
+        counts, queued = Counter[Tenant](), Counter[Tenant]()
         for seq in sequences:
-            counts[seq.tenant] = counts.get(seq.tenant, 0) + 1
+            counts[seq.tenant] += 1
+            queued[seq.tenant] += seq.status is SequenceStatus.WAITING
         assert counts == {tenant: share.num_open for tenant, share in self._shares.items() if share.num_open}
+        assert +queued == +self._queued
 
 
 def age(seq: SequenceState) -> tuple[float, int]:

@@ -412,6 +412,7 @@ class Scheduler:
         assert seq.lease is not None, "make_room promised the pages"
         seq.prefix = list(nodes)
         seq.num_computed = len(nodes) * self.geometry.page_tokens
+        self.shares.start(seq.tenant)
         self._count_start(seq, admission)
         seq.status = SequenceStatus.RUNNING
         seq.blocked_since_s = None
@@ -459,18 +460,20 @@ class Scheduler:
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.running.remove(seq)
+        self.shares.requeue(seq.tenant)
         insort(self.waiting, seq, key=age)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        if seq.status is SequenceStatus.RUNNING:
+        is_waiting = seq.status is SequenceStatus.WAITING
+        if is_waiting:
+            self.waiting.remove(seq)
+        else:
             self._release(seq)
             self.running.remove(seq)
-        else:
-            self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self.sequences[seq.seq_id]
-        self.shares.leave(seq.tenant)
+        self.shares.leave(seq.tenant, is_waiting=is_waiting)
 
     def _release(self, seq: Sequence) -> None:
         assert seq.lease is not None
