@@ -1,6 +1,7 @@
 """`loraplex serve`: an OpenAI-compatible server."""
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import Annotated
@@ -71,6 +72,11 @@ _MaxSeqs = typer.Option(
     help="Most sequences in one step; default: 64 on the CPU, 256 on a GPU, or the token budget if that is less.", min=1
 )
 _MaxWaiting = typer.Option(help="Most sequences in the queue; beyond it 503.", min=1)
+_MaxWaitingTokens = typer.Option(help="Most prompt tokens in the queue; beyond it 503. Default: no bound.", min=1)
+_Target = typer.Option(
+    help="Bound the ranks of a step so that a token takes at most this many milliseconds, by what the engine measures."
+)
+_PrefixCaching = typer.Option(help="Compute a prefix once for all requests of a tenant on the same weights.")
 _Threads = typer.Option(help="CPU threads; default: the cores this process may use.", min=1)
 
 
@@ -102,6 +108,9 @@ def serve(
     max_num_seqs: Annotated[int | None, _MaxSeqs] = None,
     max_num_batched_tokens: Annotated[int | None, _Budget] = None,
     max_waiting: Annotated[int, _MaxWaiting] = 1024,
+    max_waiting_tokens: Annotated[int | None, _MaxWaitingTokens] = None,
+    tpot_target_ms: Annotated[float | None, _Target] = None,
+    enable_prefix_caching: Annotated[bool, _PrefixCaching] = True,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     num_threads: Annotated[int | None, _Threads] = None,
 ) -> None:
@@ -110,28 +119,24 @@ def serve(
     from loraplex.server import ServerConfig
 
     console = Console(stderr=True)
-    engine_config = EngineConfig(
-        dtype=dtype,
-        device=device,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        kv_pages=kv_pages,
-        memory_bytes=None if memory is None else parse_size(memory, "--memory"),
-        gpu_memory_utilization=gpu_memory_utilization,
-        enforce_eager=enforce_eager,
-        max_waiting=max_waiting,
-    )
+    pool_bytes = None if memory is None else parse_size(memory, "--memory")
+    config = EngineConfig(dtype=dtype, device=device, num_threads=num_threads, enforce_eager=enforce_eager)
+    config = replace(config, gpu_memory_utilization=gpu_memory_utilization, kv_pages=kv_pages, memory_bytes=pool_bytes)
+    config = replace(config, max_loras=max_loras, max_lora_rank=max_lora_rank, max_model_len=max_model_len)
+    config = replace(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    config = replace(config, max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens)
+    engine_config = replace(config, tpot_target_ms=tpot_target_ms, prefix_caching=enable_prefix_caching)
     registry = registry_config(data_dir, database_url, artifacts_url, max_lora_rank)
     key, roots = usable_key(ctx, api_key, registry, console), runtime_roots(allow_runtime_lora_updating, lora_root)
     room = max_cpu_loras or max(DEFAULT_HOST_ADAPTERS, max_loras)
-    config = ServerConfig(key, max_host_adapters=room, adapter_roots=roots, public_metrics=public_metrics)
+    options = ServerConfig(key, max_host_adapters=room, adapter_roots=roots, public_metrics=public_metrics)
     modules, sockets = start_modules(lora_modules, registry), open_port(host, port, key, registry, insecure_no_auth)
     run(
-        launch(base, modules, engine_config, config, console, served_model_name, registry), sockets, host, port, console
+        launch(base, modules, engine_config, options, console, served_model_name, registry),
+        sockets,
+        host,
+        port,
+        console,
     )
 
 

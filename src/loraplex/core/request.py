@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from loraplex.core.errors import InvalidRequest
-from loraplex.core.limits import MAX_PRIORITY
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.types import AdapterDigest, BaseFingerprint, RequestId
+
+MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)

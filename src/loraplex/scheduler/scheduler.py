@@ -94,7 +94,7 @@ class Scheduler:
     def check_queue(self, num_tokens: int) -> None:
         """Raise Overloaded if so many more prompt tokens are too many for the queue. An empty queue takes any."""
         limit = self.config.max_waiting_tokens
-        waiting = self.num_waiting_tokens if limit is not None else 0
+        waiting = sum(seq.prompt_len for seq in tuple(self.waiting)) if limit is not None else 0
         if limit is not None and waiting and waiting + num_tokens > limit:
             raise Overloaded(
                 f"{waiting} prompt tokens wait and the request has {num_tokens}; the queue holds {limit} "
@@ -102,10 +102,6 @@ class Scheduler:
                 self.retry_after_s,
                 OverloadReason.QUEUE_TOKENS,
             )
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return sum(seq.prompt_len for seq in tuple(self.waiting))
 
     @property
     def retry_after_s(self) -> float:
@@ -209,7 +205,8 @@ class Scheduler:
         before = self.num_preemptions
         chunks: list[ScheduledChunk] = []
         loads: list[AdapterLoad] = []
-        self._look_at_waiting()
+        if not self.config.load_ahead:
+            self._look_at_waiting()
         budget = self._schedule_running(chunks)
         num_started = 0
         if self.num_preemptions == before:
@@ -221,6 +218,7 @@ class Scheduler:
         return self._plan(chunks, loads, self.num_preemptions - before) if chunks else None
 
     def _look_at_waiting(self) -> None:
+        """Once a step: what each waits for is found out again."""
         for seq in self.waiting:
             seq.wait = WaitReason.BUDGET
             if seq.adapter is not None and not seq.is_cold:
@@ -331,8 +329,9 @@ class Scheduler:
 
     def _admit(self, admission: _Admission) -> None:
         """Start waiting sequences, as their turn comes, while budgets last."""
-        for seq in self._in_turn(admission.now):
-            if admission.budget == 0 or len(self.running) >= self.config.max_num_seqs:
+        most = self.config.max_num_seqs
+        for seq in self._in_turn(admission.now) if len(self.running) < most else ():
+            if admission.budget == 0 or len(self.running) >= most:
                 return
             reason = self._blocked_by(seq, admission)
             if reason is not None:
