@@ -269,3 +269,16 @@ def test_queue_is_bounded_in_prompt_tokens(tiny_base: MakeBase) -> None:
     harness.add(random_prompt(5))
     harness.run()
     harness.check_all_free()
+
+
+def test_tenants_are_served_by_their_weights(tiny_base: MakeBase) -> None:
+    harness = Harness(tiny_base("llama"), max_num_seqs=2)
+    harness.engine.set_tenant_weight("heavy", 3.0)
+    for number in range(60):
+        for tenant in ("heavy", "light"):
+            request = Request(RequestId(f"{tenant}{number}"), (number, 2, 3), GREEDY, None, tenant)
+            harness.engine.add_request(request, harness.now)
+    while sum(outputs[-1].finished for outputs in harness.outputs.values()) < 40:
+        harness.step()
+    heavy = sum(request_id.startswith("heavy") for request_id in harness.outputs)
+    assert 2.5 < heavy / (len(harness.outputs) - heavy) < 3.5

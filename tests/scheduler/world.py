@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +45,15 @@ class World:
     rng: random.Random
     load_steps: int = 2
     failure_share: float = 0.0
+    depth: int = 0  # steps whose results are not read yet when the next one is planned
     now: float = 0.0
     pages: dict[PageId, Any] = field(default_factory=dict)
     loading: dict[AdapterDigest, int] = field(default_factory=dict)  # steps left
     requests: dict[SequenceId, Request] = field(default_factory=dict)
     ended: dict[SequenceId, Sequence] = field(default_factory=dict)
     failed: set[SequenceId] = field(default_factory=set)
+    tokens: dict[SequenceId, list[int]] = field(default_factory=dict)  # as the device has them
+    in_flight: deque[tuple[StepPlan, dict[SequenceId, int]]] = field(default_factory=deque)
     num_failures: int = 0
     num_loads: int = 0
     trace: list[Any] = field(default_factory=list)
@@ -60,6 +64,7 @@ class World:
         options = {"adapter_rank": float(8 * pages)} | options
         added = self.scheduler.add(request, pages, EOS, self.now, **options)
         self.requests |= dict.fromkeys((seq.seq_id for seq in added), request)
+        self.tokens |= {seq.seq_id: list(request.prompt_token_ids) for seq in added}
         return added
 
     # ------------------------------------------------------------------ loads
@@ -99,23 +104,37 @@ class World:
         scheduler.check_invariants()
         self.now += seconds
         if plan is None:
+            self._read(0)
             return None
         self._check(plan)
-        tokens = {}
+        drawn = {}
         for chunk in plan.chunks:
-            seq = scheduler.sequences[chunk.seq_id]
-            self._run_chunk(chunk, seq)
+            self._run_chunk(chunk, scheduler.sequences[chunk.seq_id])
             if chunk.samples:
-                tokens[chunk.seq_id] = next_token(seq.token_ids, chunk.adapter)
-        sequences = dict(scheduler.sequences)
+                drawn[chunk.seq_id] = self._draw(chunk)
+        self.in_flight.append((plan, drawn))
         scheduler.advance(plan)
         scheduler.check_invariants()
-        for entry in scheduler.commit(plan, tokens):
-            if entry.finish_reason is not None:
-                self._end(sequences[entry.seq_id])
-        scheduler.check_invariants()
+        self._read(self.depth)
         self.trace.append((plan.chunks, plan.adapters))
         return plan
+
+    def _draw(self, chunk: ScheduledChunk) -> int:
+        """The device draws from its own tokens: the host may not know the last one yet."""
+        tokens, place = self.tokens[chunk.seq_id], chunk.start + chunk.num_tokens
+        token = next_token(tokens[:place], chunk.adapter)
+        self.tokens[chunk.seq_id] = [*tokens[:place], token]
+        return token
+
+    def _read(self, num_left: int) -> None:
+        """Take the results of all but the last steps."""
+        while len(self.in_flight) > num_left:
+            plan, drawn = self.in_flight.popleft()
+            sequences = dict(self.scheduler.sequences)
+            for entry in self.scheduler.commit(plan, drawn):
+                if entry.finish_reason is not None:
+                    self._end(sequences[entry.seq_id])
+            self.scheduler.check_invariants()
 
     def _check(self, plan: StepPlan) -> None:
         config = self.scheduler.config
@@ -140,7 +159,7 @@ class World:
         own = (seq.tenant, seq.adapter) if seq.space is not None else (seq.seq_id, seq.adapter)
         for position in range(end):
             page = chunk.pages[position // size]
-            wanted = cell(own, seq.token_ids[: position + 1])
+            wanted = cell(own, self.tokens[seq.seq_id][: position + 1])
             if position >= chunk.start:
                 cells = self.pages.get(page)
                 if not isinstance(cells, dict):
@@ -159,14 +178,14 @@ class World:
     def drain(self, limit: int = 5000) -> int:
         """Step until nothing is left; how many steps that took, which is bounded."""
         for count in range(limit):
-            if not self.scheduler.sequences and not self.loading:
+            if not self.scheduler.sequences and not self.loading and not self.in_flight:
                 return count
             self.step()
         raise AssertionError(f"{len(self.scheduler.sequences)} sequences have not ended after {limit} steps")
 
 
 def make_world(seed: int = 0, num_pages: int = 24, page_tokens: int = 4, **settings: Any) -> World:
-    options = {key: settings.pop(key) for key in ("load_steps", "failure_share") if key in settings}
+    options = {key: settings.pop(key) for key in ("load_steps", "failure_share", "depth") if key in settings}
     config = {"max_model_len": 40, "max_step_tokens": 16, "max_num_seqs": 6, "load_ahead": True} | settings
     config.setdefault("reload", ReloadCost(0.001, 0.002))
     config.setdefault("prefix_page_s", 0.003)

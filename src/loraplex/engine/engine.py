@@ -93,8 +93,8 @@ def _load_failed(name: str, retry_after_s: float) -> Overloaded:
 class Engine:
     """One base on one device with the adapters registered to it.
 
-    `add_adapter`, `retire_adapter`, `hold_adapter`, `release_adapter`, `check` and `stats` may be called from any
-    thread; the rest belongs to the thread that steps.
+    `add_adapter`, `retire_adapter`, `hold_adapter`, `release_adapter`, `set_tenant_weight`, `check` and `stats` may be
+    called from any thread; the rest belongs to the thread that steps.
     """
 
     def __init__(
@@ -181,6 +181,10 @@ class Engine:
             self._held[digest] -= 1
             if not self._held[digest]:
                 del self._held[digest]
+
+    def set_tenant_weight(self, tenant: str, weight: float) -> None:
+        """A tenant of weight 2 is served twice as much as one of weight 1, which is every tenant's at first."""
+        self.scheduler.shares.set_weight(tenant, weight)
 
     # ------------------------------------------------------------------ comparisons
     def compare(self, adapter: Adapter) -> AdapterComparison:
