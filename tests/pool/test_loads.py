@@ -7,6 +7,7 @@ import pytest
 from loraplex.core import AdapterDigest
 from loraplex.pool import AdapterResidency, AdapterState, EvictionReason, PagePool, ReloadCost
 from loraplex.pool.adapter_state import AdapterEvent, next_state
+from loraplex.pool.reloads import MAX_EVICTED, Reloads
 
 A, B, C = (AdapterDigest(name * 64) for name in "abc")
 S, E = AdapterState, AdapterEvent
@@ -132,3 +133,39 @@ def test_what_is_not_used_sinks_below_newcomers() -> None:
         assert rounds < 10, "one that was popular long ago stays for ever"
     assert rounds > 1
     assert pool.num_free == 0
+
+
+# ---------------------------------------------------------------------- thrash
+def cycle(num_pages: int, rounds: int) -> AdapterResidency:
+    """Three adapters of two pages, asked for in turn."""
+    _, residency = make_residency(num_pages)
+    for _ in range(rounds):
+        for digest in (A, B, C):
+            use(residency, digest, 0.0)
+    return residency
+
+
+def test_reloads_are_counted_with_the_pages_that_would_have_spared_them() -> None:
+    residency = cycle(4, 5)
+    assert residency.reloads.count == 12, "all but the first three loads"
+    missing = residency.reloads.missing_pages()
+    assert missing == 2
+    assert cycle(4 + missing, 5).reloads.count == 0
+
+
+def test_a_retired_adapter_that_is_added_again_is_no_reload() -> None:
+    _, residency = make_residency()
+    use(residency, A, 0.0)
+    residency.evict(A)
+    use(residency, A, 0.0)
+    assert (residency.reloads.count, residency.reloads.missing_pages()) == (0, 0)
+
+
+def test_memory_of_evicted_adapters_is_bounded() -> None:
+    reloads = Reloads()
+    for number in range(3 * MAX_EVICTED):
+        reloads.evicted(AdapterDigest(str(number)), 1)
+    reloads.loaded(AdapterDigest("0"))
+    assert reloads.count == 0
+    reloads.loaded(AdapterDigest(str(3 * MAX_EVICTED - 1)))
+    assert (reloads.count, reloads.missing_pages(), len(reloads._evicted)) == (1, 1, MAX_EVICTED - 1)

@@ -34,6 +34,8 @@ class EngineStats:
     num_loading_adapters: int = 0
     num_failed_adapters: int = 0  # whose load is not tried again yet
     num_load_failures: int = 0
+    num_adapter_reloads: int = 0  # loads of adapters that were evicted lately
+    reload_pages: int = 0  # pages more with which nine in ten of the last of these would not have been
     num_warm_starts: int = 0  # sequences that found their adapter in the pool
     num_cold_starts: int = 0  # sequences that waited for a load
     evictions_by_reason: tuple[tuple[str, int], ...] = ()  # of adapters; a fixed set of reasons

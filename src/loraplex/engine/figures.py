@@ -58,6 +58,8 @@ def snapshot(
         num_loading_adapters=len(residency.loading),
         num_failed_adapters=residency.num_failed(now),
         num_load_failures=counters.num_load_failures,
+        num_adapter_reloads=residency.reloads.count,
+        reload_pages=residency.reloads.missing_pages(),
         num_warm_starts=scheduler.num_warm_starts,
         num_cold_starts=scheduler.num_cold_starts,
         evictions_by_reason=tuple((reason.value, residency.evictions[reason]) for reason in EvictionReason),

@@ -9,6 +9,7 @@ from loraplex.core import AdapterDigest, PageId
 from loraplex.pool.adapter_state import AdapterEvent, AdapterState, next_state
 from loraplex.pool.idle import IdlePages
 from loraplex.pool.pool import Lease, PagePool
+from loraplex.pool.reloads import Reloads
 
 HALF_LIFE_S = 60.0  # of an adapter's popularity
 
@@ -65,6 +66,7 @@ class AdapterResidency:
         "evictions",
         "num_loading_pages",
         "on_evict",
+        "reloads",
     )
 
     def __init__(self, pool: PagePool, idle: IdlePages | None = None, cost: ReloadCost | None = None) -> None:
@@ -76,6 +78,7 @@ class AdapterResidency:
         self._reason = EvictionReason.RETIRED  # of evictions now
         self.num_loading_pages = 0
         self.evictions: Counter[EvictionReason] = Counter()
+        self.reloads = Reloads()
         self.on_evict: Callable[[AdapterDigest], None] = lambda digest: None
 
     @property
@@ -148,8 +151,10 @@ class AdapterResidency:
         """Lease pages that are to be filled, sparing the idle adapters `keep`. False, and nothing changed: no room."""
         state = self.state(digest, now)
         after = next_state(state, AdapterEvent.BEGIN)
-        if not self.make_room(num_pages, keep, EvictionReason.LOAD):
+        if not self.can_make_room(num_pages, keep):
             return False
+        self.reloads.loaded(digest)
+        self.make_room(num_pages, keep, EvictionReason.LOAD)
         if self._failed.pop(digest, None) is not None:
             assert next_state(AdapterState.FAILED, AdapterEvent.RETRY) is state
         self._place(digest, num_pages, after)
@@ -188,8 +193,10 @@ class AdapterResidency:
         is_cold = placed is None
         if placed is None:
             after = next_state(AdapterState.ABSENT, AdapterEvent.PLACED)
-            if not self.make_room(num_pages):
+            if not self.can_make_room(num_pages):
                 return None
+            self.reloads.loaded(digest)
+            self.make_room(num_pages)
             self._failed.pop(digest, None)
             placed = self._place(digest, num_pages, after)
         assert placed.state is AdapterState.RESIDENT, "acquired while it is loaded"
@@ -217,6 +224,8 @@ class AdapterResidency:
         self._idle.remove(digest)
         placed = self._placed.pop(digest)
         next_state(placed.state, AdapterEvent.EVICT)
+        if self._reason is not EvictionReason.RETIRED:
+            self.reloads.evicted(digest, placed.lease.num_pages)
         placed.lease.release()
         self.evictions[self._reason] += 1
         self.on_evict(digest)
