@@ -204,3 +204,18 @@ def test_cache_changes_no_answer() -> None:
 @pytest.mark.parametrize("seed", range(1000, 1030))
 def test_long_walk(seed: int) -> None:
     walk(seed, 3000, depth=seed % 2)
+
+
+@pytest.mark.slow
+def test_hundred_thousand_requests_get_their_own_tokens() -> None:
+    """Churn with cancellations, evictions, retired adapters and failed loads (T20, T33): no wrong token, no leak."""
+    num_requests, num_ended, seed = 0, 0, 5000
+    while num_requests < 100_000:
+        world = walk(seed, 3000, depth=seed % 2)
+        num_requests += len(world.requests)
+        num_ended += len(world.ended)
+        scheduler = world.scheduler
+        assert scheduler.residency.make_room(scheduler.pool.num_pages)
+        assert scheduler.pool.num_free == scheduler.pool.num_pages
+        seed += 1
+    assert num_ended > 0.6 * num_requests
