@@ -42,6 +42,7 @@ format: venv  ## Format the code
 
 corpus: venv  ## Run the conformance corpus in CORPUS
 	$(BIN)/python tests/run_corpus.py $(CORPUS)
+	$(BIN)/python -m tests.corpus_over_http $(CORPUS)
 
 bench-cpu: venv  ## Measure throughput on the demo base beside PEFT
 	$(BIN)/python bench/bench_cpu.py
