@@ -6,6 +6,7 @@ from loraplex.core.engine_client import EngineClient, EngineStats
 from loraplex.core.errors import (
     AdapterRefused,
     BaseRefused,
+    CallerLimitReached,
     ClientError,
     ConfigError,
     ContextTooLong,
@@ -41,6 +42,7 @@ __all__ = [
     "BaseFingerprint",
     "BaseRefused",
     "BaseSite",
+    "CallerLimitReached",
     "ChatMessage",
     "ClientError",
     "ConfigError",

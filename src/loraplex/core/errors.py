@@ -9,7 +9,8 @@ LoraplexError
 │   ├── BaseRefused             a base model that cannot be served exactly; carries a stable reason code
 │   └── ConfigError             a flag or setting that cannot work
 └── ServerError                 the caller did nothing wrong
-    ├── Overloaded              the queue is full; try again later
+    ├── Overloaded              something the server has a limit of is used up; try again later
+    │   └── CallerLimitReached  one caller has its share of it; others are served
     ├── EngineDead              the engine stopped; the process must be restarted
     └── NonFiniteOutput         the weights a request asked for produced NaN or infinity; only that request fails
 """
@@ -123,13 +124,19 @@ class ServerError(LoraplexError):
 
 
 class Overloaded(ServerError):
-    """The queue is full. `retry_after_s` is an estimate in seconds."""
+    """The queue, or another limit of the server's, is full. `retry_after_s` is an estimate in seconds."""
 
     code = "overloaded"
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class CallerLimitReached(Overloaded):
+    """One caller has as much at once as a caller may have. The message names the limit."""
+
+    code = "caller_limit"
 
 
 class EngineDead(ServerError):

@@ -28,7 +28,6 @@ from loraplex.server.admin_schema import (
 )
 from loraplex.server.admin_uploads import MAX_UPLOAD_BYTES, UploadForm, boundary_of, receive_form
 from loraplex.server.admin_views import VersionView, View
-from loraplex.server.body import read_body
 from loraplex.server.callers import Access
 from loraplex.server.context import context_of
 from loraplex.server.routing import RouteSpec
@@ -53,19 +52,19 @@ async def list_tenants(service: Service, http: Request) -> Response:
 
 async def create_tenant(service: Service, http: Request) -> Response:
     """POST /admin/v1/tenants."""
-    body = await read_body(http, NewTenantBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, NewTenantBody)
     return _json(await service.queries.run(_operations(service, http).create_tenant, body.tenant), 201)
 
 
 async def disable_tenant(service: Service, http: Request) -> Response:
     """POST .../disable."""
-    await read_body(http, EmptyBody, service.config.body_timeout_s)
+    await service.bodies.read(http, EmptyBody)
     return _json(await service.queries.run(_operations(service, http).disable_tenant, _tenant(http)))
 
 
 async def enable_tenant(service: Service, http: Request) -> Response:
     """POST .../enable."""
-    await read_body(http, EmptyBody, service.config.body_timeout_s)
+    await service.bodies.read(http, EmptyBody)
     return _json(await service.queries.run(_operations(service, http).enable_tenant, _tenant(http)))
 
 
@@ -83,7 +82,7 @@ async def list_keys(service: Service, http: Request) -> Response:
 
 async def create_key(service: Service, http: Request) -> Response:
     """POST .../keys. The answer holds the key's text, so nothing may keep it."""
-    body = await read_body(http, NewKeyBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, NewKeyBody)
     create = _operations(service, http).create_key
     view = await service.queries.run(create, _tenant(http), Role(body.role), body.bound_adapter, body.expires_at)
     answer = _json(view, 201)
@@ -126,7 +125,7 @@ async def upload_version(service: Service, http: Request) -> Response:
 
 async def verify_version(service: Service, http: Request) -> Response:
     """POST .../verify: the engine that serves compares, beside its requests."""
-    body = await read_body(http, VerifyBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, VerifyBody)
     operations, (tenant, name), version = _operations(service, http), _adapter(http), _version(http)
     if body.skip:
         return _json(await service.queries.run(operations.skip_verification, tenant, name, version))
@@ -136,14 +135,14 @@ async def verify_version(service: Service, http: Request) -> Response:
 
 async def activate(service: Service, http: Request) -> Response:
     """POST .../activate."""
-    body = await read_body(http, ActivateBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, ActivateBody)
     call = _operations(service, http).activate
     return _json(await service.queries.run(call, *_adapter(http), body.version, body.expected))
 
 
 async def rollback(service: Service, http: Request) -> Response:
     """POST .../rollback."""
-    body = await read_body(http, RollbackBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, RollbackBody)
     return _json(await service.queries.run(_operations(service, http).rollback, *_adapter(http), body.expected))
 
 

@@ -15,7 +15,9 @@ from loraplex.core import ConfigError, LoraplexError, ModelNotFound
 from loraplex.registry import Registry
 from loraplex.server.admin_routes import ADMIN_ROUTES
 from loraplex.server.auth import Authenticate, guard, registry_keys, single_key
+from loraplex.server.bodies import BodyBudget, BodyReader
 from loraplex.server.body import limited
+from loraplex.server.body_limits import body_limits
 from loraplex.server.callers import Access
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ContextMiddleware
@@ -69,9 +71,16 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         log=_json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR),
         created=int(time.time()),
         queries=queries,
+        bodies=_body_reader(engine, config),
         registry=registry,
         local_models=local_models,
     )
+
+
+def _body_reader(engine: ServingEngine, config: ServerConfig) -> BodyReader:
+    allowed = body_limits(engine.max_model_len, config.max_body_bytes)
+    budget = BodyBudget(config.body_budget_bytes, max(config.body_budget_bytes // 4, allowed.num_bytes))
+    return BodyReader(allowed, budget, config.body_timeout_s)
 
 
 def _check_same_base(engine: ServingEngine, models: LocalModels) -> None:
@@ -115,7 +124,7 @@ def _authenticator(service: Service) -> Authenticate:
 
 
 def _endpoint(service: Service, spec: RouteSpec) -> Callable[[Request], Awaitable[Response]]:
-    max_body_bytes = spec.max_body_bytes or service.config.max_body_bytes
+    max_body_bytes = spec.max_body_bytes or service.bodies.max_bytes
 
     async def endpoint(request: Request) -> Response:
         return await spec.handler(service, limited(request, max_body_bytes))

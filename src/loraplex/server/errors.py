@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from loraplex.core import (
     AdapterRefused,
     BaseRefused,
+    CallerLimitReached,
     ClientError,
     ConfigError,
     ContextTooLong,
@@ -39,6 +40,7 @@ INTERNAL = ErrorKind(500, "server_error")
 UNAVAILABLE = ErrorKind(503, "service_unavailable_error")
 NOT_FOUND = ErrorKind(404, "NotFoundError")
 CONFLICT = ErrorKind(409, "conflict_error")
+TOO_MANY = ErrorKind(429, "rate_limit_error")
 
 ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
     {
@@ -52,6 +54,7 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         ConfigError: INTERNAL,
         ServerError: INTERNAL,
         Overloaded: UNAVAILABLE,
+        CallerLimitReached: TOO_MANY,
         EngineDead: UNAVAILABLE,
         NonFiniteOutput: INTERNAL,
         **dict.fromkeys((registry.ArtifactCorrupt, registry.ArtifactMissing, registry.ValidatorFailed), INTERNAL),
@@ -64,7 +67,7 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         **dict.fromkeys((registry.TenantExists, registry.VersionStateError, registry.WrongBase), CONFLICT),
         **dict.fromkeys((registry.AdapterNotVerified, registry.AdapterNotActive), CONFLICT),
         registry.VersionConflict: ErrorKind(412, "conflict_error"),
-        registry.RegistryLimitReached: ErrorKind(429, "rate_limit_error"),
+        registry.RegistryLimitReached: TOO_MANY,
     }
 )
 

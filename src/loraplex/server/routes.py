@@ -6,7 +6,6 @@ from starlette.responses import JSONResponse, Response
 from loraplex.core import AdapterRef, EngineDead, InvalidRequest
 from loraplex.server import prompts
 from loraplex.server.answers import ChatFormat, CompletionFormat
-from loraplex.server.body import read_body
 from loraplex.server.callers import Access
 from loraplex.server.context import context_of
 from loraplex.server.generation import Job, answer
@@ -19,7 +18,7 @@ from loraplex.server.service import Service
 
 async def create_completion(service: Service, http: Request) -> Response:
     """POST /v1/completions."""
-    body = await read_body(http, CompletionBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, CompletionBody)
     params = prompts.completion_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
     adapter = await _acquire(service, http, body.model)
@@ -36,7 +35,7 @@ async def create_completion(service: Service, http: Request) -> Response:
 
 async def create_chat_completion(service: Service, http: Request) -> Response:
     """POST /v1/chat/completions."""
-    body = await read_body(http, ChatBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, ChatBody)
     params = prompts.chat_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
     adapter = await _acquire(service, http, body.model)
@@ -72,7 +71,7 @@ async def _check_model(service: Service, http: Request, model: str | None) -> No
 
 async def tokenize(service: Service, http: Request) -> Response:
     """POST /tokenize, as vLLM has it."""
-    body = await read_body(http, TokenizeBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, TokenizeBody)
     engine = service.engine
     await _check_model(service, http, body.model)
     if body.prompt is not None and not body.messages:
@@ -97,7 +96,7 @@ async def tokenize(service: Service, http: Request) -> Response:
 
 async def detokenize(service: Service, http: Request) -> Response:
     """POST /detokenize, as vLLM has it."""
-    body = await read_body(http, DetokenizeBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, DetokenizeBody)
     await _check_model(service, http, body.model)
     text = await service.texts.run(len(body.tokens), prompts.text_of, service.engine, body.tokens)
     return JSONResponse({"prompt": text})

@@ -16,7 +16,6 @@ from loraplex.core.registry_errors import AdapterNotVerified
 from loraplex.registry import Principal, Registry
 from loraplex.server.adapter_roots import find_directory
 from loraplex.server.admin_operations import AdminOperations
-from loraplex.server.body import read_body
 from loraplex.server.callers import Access, Caller
 from loraplex.server.context import context_of
 from loraplex.server.errors import ErrorKind, ErrorReply
@@ -39,13 +38,13 @@ class _Refused(Exception):
 
 async def load_adapter(service: Service, http: Request) -> Response:
     """POST /v1/load_lora_adapter."""
-    body = await read_body(http, LoadAdapterBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, LoadAdapterBody)
     return await _answer(service, http, body.lora_name, lambda caller: _load(service, caller, body), "added")
 
 
 async def unload_adapter(service: Service, http: Request) -> Response:
     """POST /v1/unload_lora_adapter. With a registry the name is deleted with all its versions."""
-    body = await read_body(http, UnloadAdapterBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, UnloadAdapterBody)
     return await _answer(service, http, body.lora_name, lambda caller: _unload(service, caller, body), "removed")
 
 

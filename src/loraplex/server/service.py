@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from structlog.typing import FilteringBoundLogger
 
 from loraplex.registry import Registry
+from loraplex.server.bodies import BodyReader
 from loraplex.server.catalog import ModelCatalog
 from loraplex.server.config import ServerConfig
 from loraplex.server.engine_port import ServingEngine
@@ -38,6 +39,7 @@ class Service:
     log: FilteringBoundLogger
     created: int
     queries: WorkerThreads
+    bodies: BodyReader
     registry: Registry | None = None
     local_models: LocalModels | None = None
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
