@@ -33,7 +33,7 @@ from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
 from loraplex.engine.packing import PackedAdapter, pack_adapter
 from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
 from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
-from loraplex.engine.site_check import adds_exactly
+from loraplex.engine.site_check import SiteCheck
 from loraplex.engine.verification import Verifier
 from loraplex.model import Sampled, SamplingRow, needs_host
 from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
@@ -181,20 +181,21 @@ class Engine:
         AdapterRefused if the adapter cannot be brought into the pool.
         """
         try:
-            return self.verifier.compare(adapter, self._run_probes)
+            return self.verifier.compare(adapter, self._run_probes, lambda check: check())
         finally:
             self._sweep_retired()
 
+    def site_check(self, packed: PackedAdapter, adapter: Adapter) -> SiteCheck | None:
+        """A look at what each linear adds; None where steps run in graphs, whose tables are the runner's."""
+        if self._decoder.ops.in_graphs:
+            return None
+        return SiteCheck(self._decoder, self._geometry, packed, adapter, self.base.sites)
+
     def start_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
-        """Queue probes on the base or on an adapter that is held, of which each linear is looked at first."""
+        """Queue probes on the base or on an adapter that is held."""
         wanted, digest = tuple(probes), None if adapter is None else adapter.digest
-        num_pages, is_exact = 0, True
-        if adapter is not None:
-            packed = self._packed[adapter.digest]
-            num_pages = packed.num_pages
-            if not self._decoder.ops.in_graphs:
-                is_exact = adds_exactly(self._decoder, self._geometry, packed, adapter, self.base.sites)
-        run = ProbeRun(wanted, is_exact=is_exact)
+        num_pages = 0 if adapter is None else self._packed[adapter.digest].num_pages
+        run = ProbeRun(wanted)
         for index, probe in enumerate(wanted):
             self._add(self._probes.add(run, index, probe, digest), num_pages, self._now)
         return run
