@@ -192,8 +192,8 @@ async def test_a_log_that_holds_what_it_should_not_is_seen(site: Site, monkeypat
     key = site.tenant("acme", "one")
     real = context._log_fields
 
-    def leaky(given: context.RequestContext) -> dict[str, object]:
-        return {**real(given), "authorization": tokens[-1] if tokens else None}
+    def leaky(given: context.RequestContext, scope: Any) -> dict[str, object]:
+        return {**real(given, scope), "authorization": tokens[-1] if tokens else None}
 
     tokens: list[str] = []
     bearer = auth.bearer_token

@@ -16,6 +16,10 @@ LoraplexError
 """
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loraplex.core.request import ServedBy
 
 
 class LoraplexError(Exception):
@@ -144,10 +148,11 @@ class EngineDead(ServerError):
 
 
 class NonFiniteOutput(ServerError):
-    """The weights that served a request produced logits without a finite maximum."""
+    """The weights that served a request produced logits without a finite maximum; `served_by` says which ran."""
 
     code = "non_finite_output"
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, served_by: "ServedBy | None" = None) -> None:
         super().__init__(f"The model {model!r} produced NaN or infinite values; the request was stopped.")
         self.model = model
+        self.served_by = served_by

@@ -120,13 +120,17 @@ async def upload_version(service: Service, http: Request) -> Response:
         form = UploadForm(boundary, directory, registry.adapter_limits)
         claim = await receive_form(http, form, service.queries, service.config.body_timeout_s)
         publish = _publisher(stack.pop_all(), operations, directory, service.engine.base)
-        return _json(await service.work.run(publish, tenant, name, claim), 201)
+        view = await service.work.run(publish, tenant, name, claim)
+    target = context_of(http).target
+    target.version, target.digest = view.version, view.digest
+    return _json(view, 201)
 
 
 async def verify_version(service: Service, http: Request) -> Response:
     """POST .../verify: the engine that serves compares, beside its requests."""
     body = await service.bodies.read(http, VerifyBody)
     operations, (tenant, name), version = _operations(service, http), _adapter(http), _version(http)
+    await _note_version(service, http, version)
     if body.skip:
         return _json(await service.queries.run(operations.skip_verification, tenant, name, version))
     engine = service.engine
@@ -137,13 +141,17 @@ async def activate(service: Service, http: Request) -> Response:
     """POST .../activate."""
     body = await service.bodies.read(http, ActivateBody)
     call = _operations(service, http).activate
+    await _note_version(service, http, body.version)
     return _json(await service.queries.run(call, *_adapter(http), body.version, body.expected))
 
 
 async def rollback(service: Service, http: Request) -> Response:
     """POST .../rollback."""
     body = await service.bodies.read(http, RollbackBody)
-    return _json(await service.queries.run(_operations(service, http).rollback, *_adapter(http), body.expected))
+    view = await service.queries.run(_operations(service, http).rollback, *_adapter(http), body.expected)
+    if view.active is not None:
+        await _note_version(service, http, view.active)
+    return _json(view)
 
 
 async def delete_adapter(service: Service, http: Request) -> Response:
@@ -154,6 +162,7 @@ async def delete_adapter(service: Service, http: Request) -> Response:
 async def delete_version(service: Service, http: Request) -> Response:
     """DELETE .../versions/{version}."""
     call = _operations(service, http).delete_version
+    await _note_version(service, http, _version(http))
     return _json(await service.queries.run(call, *_adapter(http), _version(http)))
 
 
@@ -230,6 +239,13 @@ def _version(http: Request) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))):
         raise ModelNotFound("/".join(_adapter(http)) + f"@{text:.20}")
     return int(text)
+
+
+async def _note_version(service: Service, http: Request, version: int) -> None:
+    """Put the version that a request is about on its log line, with its digest."""
+    target, operations = context_of(http).target, _operations(service, http)
+    target.version = version
+    target.digest = await service.queries.run(operations.digest_of, *_adapter(http), version)
 
 
 def _page(http: Request) -> tuple[str, int]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import quote
 
 from loraplex.core import SequenceDelta, ServedBy, TokenLogprob
 from loraplex.server.context import Tally
@@ -163,12 +162,3 @@ def identity_body(served: ServedBy, tally: Tally, request_id: str) -> Json:
         "load_s": tally.load_s,
         "request_id": request_id,
     }
-
-
-def identity_headers(served: ServedBy) -> dict[str, str]:
-    """`x-loraplex-adapter` and `x-loraplex-base`. Names are percent-encoded where a header could not carry them."""
-    adapter = served.adapter
-    label = "none"
-    if adapter is not None:
-        label = f"name={quote(adapter.name, safe='/@:+')}; version={adapter.version}; digest={adapter.digest}"
-    return {"x-loraplex-adapter": label, "x-loraplex-base": served.base_fingerprint}

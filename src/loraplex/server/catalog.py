@@ -30,6 +30,9 @@ class CatalogPage:
     has_more: bool
 
 
+OnResolved = Callable[[AdapterRef | None], None]
+
+
 def _nothing() -> None:
     """What a lease of the base gives back."""
 
@@ -55,9 +58,10 @@ class ModelLease:
 class ModelCatalog(Protocol):
     """Resolves names for callers. All methods are called on the event loop and none blocks it."""
 
-    async def acquire(self, caller: Caller, model: str | None) -> ModelLease:
+    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
         """The weights that `model` stands for now, ready in the engine; None is the adapter that the key is bound to.
 
+        `on_resolved` is called with what it stands for (None: the base) before the weights are looked for.
         Raises ModelNotFound, also for what others own, InvalidRequest, Overloaded, and what loading raises.
         """
         ...

@@ -5,6 +5,7 @@ import re
 import time
 import traceback
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,10 +14,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
-from loraplex.core import AdapterRef, EngineDead, RequestOutput, ServedBy, ServerError
+from loraplex.core import AdapterRef, BaseDescription, EngineDead, NonFiniteOutput, RequestOutput, ServedBy, ServerError
+from loraplex.core.limits import MAX_MODEL_NAME_CHARS
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import ModelLease
 from loraplex.server.errors import ErrorReply, reply_for
+from loraplex.server.identity import Target, identity_headers
 from loraplex.server.metrics import Metrics
 
 CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
@@ -73,6 +76,8 @@ class RequestContext:
     caller: Caller | None = None  # None on public routes and where authentication failed
     requested_model: str | None = None
     lease: ModelLease | None = None
+    resolved: ServedBy | None = None  # what `model` stood for, from when that was known
+    target: Target = field(default_factory=Target)
     error_code: str | None = None  # of the error that was answered, also after a stream had begun
     error_detail: str | None = None  # its message, where it quotes nothing that a client sent
     tally: Tally = field(default_factory=Tally)
@@ -89,7 +94,22 @@ class RequestContext:
         reply = reply_for(error)
         self.error_code = reply.code
         self.error_detail = error.message if isinstance(error, ServerError) else None
+        if isinstance(error, NonFiniteOutput) and error.served_by is not None:
+            self.tally.served_by = error.served_by
         return reply
+
+    @property
+    def weights(self) -> ServedBy | None:
+        """The weights that ran, or where none did those that the request was pinned to."""
+        return self.tally.served_by or self.resolved
+
+    def identity_headers(self) -> dict[str, str]:
+        """What an error's headers say of the weights; nothing where none were found."""
+        return identity_headers(self.weights) if self.weights is not None else {}
+
+    def pin(self, base: BaseDescription, adapter: AdapterRef | None) -> None:
+        """Note what `model` stands for, before its weights are looked for."""
+        self.resolved = ServedBy(base.name, base.fingerprint, adapter)
 
     def hold(self, lease: ModelLease) -> AdapterRef | None:
         """Keep a lease until the answer has ended; what it is a lease of."""
@@ -143,13 +163,13 @@ class ContextMiddleware:
         except asyncio.CancelledError:
             if context.status is None:
                 reply = context.note_error(EngineDead("The server shut down before the answer was complete."))
-                await reply.response()(scope, receive, send_with_id)
+                await reply.response(context.identity_headers())(scope, receive, send_with_id)
             raise
         except Exception as error:
             log_unexpected(self._log, error, context.request_id)
             reply = context.note_error(error)
             if context.status is None:
-                await reply.response()(scope, receive, send_with_id)
+                await reply.response(context.identity_headers())(scope, receive, send_with_id)
 
     def _finish(self, context: RequestContext, scope: Scope) -> None:
         if context.lease is not None:
@@ -164,7 +184,7 @@ class ContextMiddleware:
             decode_s = tally.last_token_at - tally.first_token_at
             ttft_s = tally.first_token_at - context.started_at
             self._metrics.observe_generation(ttft_s, decode_s, tally.num_output_tokens, seconds)
-        self._log.info("request", **_log_fields(context), route=route, status=status, seconds=round(seconds, 6))
+        self._log.info("request", **_log_fields(context, scope), route=route, status=status, seconds=round(seconds, 6))
 
 
 def log_unexpected(log: FilteringBoundLogger, error: Exception, request_id: str) -> None:
@@ -173,10 +193,10 @@ def log_unexpected(log: FilteringBoundLogger, error: Exception, request_id: str)
     log.error("unexpected_error", request_id=request_id, error=type(error).__qualname__, frames=frames)
 
 
-def _log_fields(context: RequestContext) -> dict[str, object]:
-    """Fields of the access log: who called and what ran, never a key and never what was said."""
+def _log_fields(context: RequestContext, scope: Scope) -> dict[str, object]:
+    """Fields of the access log: who called, what ran or should have, never a key and never what was said."""
     tally, caller = context.tally, context.caller
-    served = tally.served_by
+    served = context.weights
     adapter = served.adapter if served else None
     return {
         "request_id": context.request_id,
@@ -187,6 +207,8 @@ def _log_fields(context: RequestContext) -> dict[str, object]:
         "version": adapter.version if adapter else None,
         "adapter_digest": adapter.digest if adapter else None,
         "base_fingerprint": served.base_fingerprint if served else None,
+        "ran": tally.served_by is not None,
+        **_target_fields(context.target, scope.get("path_params", {})),
         "error_code": context.error_code,
         "error_detail": context.error_detail,
         "cold": tally.cold,
@@ -194,3 +216,22 @@ def _log_fields(context: RequestContext) -> dict[str, object]:
         "prompt_tokens": tally.num_prompt_tokens,
         "output_tokens": tally.num_output_tokens,
     }
+
+
+def _target_fields(target: Target, path: Mapping[str, object]) -> dict[str, object]:
+    """What an administrator's request is about: what its handler found, else what the path says."""
+    version = str(path.get("version", ""))
+    return {
+        "target_tenant": target.tenant or _shown(path.get("tenant")),
+        "target_adapter": target.adapter or _shown(path.get("name")),
+        "target_version": target.version or (int(version) if _is_number(version) else None),
+        "target_digest": target.digest,
+    }
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 9
+
+
+def _shown(part: object) -> str | None:
+    return None if part is None else str(part)[:MAX_MODEL_NAME_CHARS]

@@ -5,7 +5,7 @@ from functools import partial
 from loraplex.core.registry_errors import Unauthenticated
 from loraplex.registry import ModelPage, NotInMemory, Principal, Registry, ResolvedVersion
 from loraplex.server.callers import Caller
-from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease
+from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease, OnResolved
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.threads import WorkerThreads
@@ -26,8 +26,9 @@ class RegistryCatalog:
         self._threads = threads
         self._host = HostAdapters(engine, max_host_adapters)
 
-    async def acquire(self, caller: Caller, model: str | None) -> ModelLease:
+    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
         found = await self._resolve(caller, model)
+        on_resolved(None if found is None else found.ref)
         if found is None:
             return ModelLease(None)
         digest, source = found.ref.digest, found.artifact

@@ -1,5 +1,7 @@
 """The handlers, and the table of routes. A route is behind an API key unless the table says that it is public."""
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -58,7 +60,8 @@ async def _acquire(service: Service, http: Request, model: str | None) -> Adapte
     """
     context = context_of(http)
     context.requested_model = model
-    return context.hold(await service.catalog.acquire(context.known_caller, model))
+    on_resolved = partial(context.pin, service.engine.base)
+    return context.hold(await service.catalog.acquire(context.known_caller, model, on_resolved))
 
 
 async def _check_model(service: Service, http: Request, model: str | None) -> None:
