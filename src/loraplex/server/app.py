@@ -25,6 +25,7 @@ from loraplex.server.engine_port import ServingEngine
 from loraplex.server.error_handlers import handle_http_error, handle_loraplex_error
 from loraplex.server.local_catalog import LocalCatalog, LocalModels
 from loraplex.server.metrics import Metrics
+from loraplex.server.redaction import Redactor
 from loraplex.server.registry_catalog import RegistryCatalog
 from loraplex.server.routes import ROUTES, metrics
 from loraplex.server.routing import RouteSpec
@@ -49,7 +50,7 @@ def create_app(
     app.add_exception_handler(LoraplexError, handle_loraplex_error)
     app.add_exception_handler(HTTPException, handle_http_error)
     _add_routes(app, service)
-    app.add_middleware(ContextMiddleware, metrics=service.metrics, log=service.log)
+    app.add_middleware(ContextMiddleware, metrics=service.metrics, log=service.log, redactor=Redactor(config.api_key))
     return app
 
 
@@ -68,7 +69,7 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         catalog=catalog,
         config=config,
         metrics=Metrics(engine.stats, catalog.num_ready),
-        log=_json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR),
+        log=_json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR, Redactor(config.api_key)),
         created=int(time.time()),
         queries=queries,
         bodies=_body_reader(engine, config),
@@ -132,13 +133,14 @@ def _endpoint(service: Service, spec: RouteSpec) -> Callable[[Request], Awaitabl
     return endpoint
 
 
-def _json_logger(stream: TextIO, min_level: int) -> FilteringBoundLogger:
+def _json_logger(stream: TextIO, min_level: int, redactor: Redactor) -> FilteringBoundLogger:
     """A logger of its own, so that importing loraplex configures nothing for anyone else."""
     logger = structlog.wrap_logger(
         structlog.WriteLogger(stream),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
+            redactor,
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(min_level),

@@ -21,6 +21,7 @@ from loraplex.server.catalog import ModelLease
 from loraplex.server.errors import ErrorReply, reply_for
 from loraplex.server.identity import Target, identity_headers
 from loraplex.server.metrics import Metrics
+from loraplex.server.redaction import Redactor
 
 CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
 UNMATCHED_ROUTE = "unmatched"
@@ -72,6 +73,7 @@ class RequestContext:
 
     request_id: str  # the client's X-Request-Id where it is sane; not unique, so never an engine id
     started_at: float
+    redactor: Redactor
     status: int | None = None
     caller: Caller | None = None  # None on public routes and where authentication failed
     requested_model: str | None = None
@@ -91,12 +93,16 @@ class RequestContext:
 
     def note_error(self, error: Exception) -> ErrorReply:
         """Keep what the log shall say of an error; what the client is told of it."""
-        reply = reply_for(error)
-        self.error_code = reply.code
+        reply = self.note_reply(reply_for(error))
         self.error_detail = error.message if isinstance(error, ServerError) else None
         if isinstance(error, NonFiniteOutput) and error.served_by is not None:
             self.tally.served_by = error.served_by
         return reply
+
+    def note_reply(self, reply: ErrorReply) -> ErrorReply:
+        """Keep the code of an error; the error as the client may see it."""
+        self.error_code = reply.code
+        return reply.without_keys(self.redactor)
 
     @property
     def weights(self) -> ServedBy | None:
@@ -123,16 +129,18 @@ def context_of(request: Request) -> RequestContext:
     return cast("RequestContext", request.scope[_SCOPE_KEY])
 
 
-def sane_request_id(given: str | None) -> str:
+def sane_request_id(given: str | None, redactor: Redactor) -> str:
     """The client's id if it can stand in headers and logs, else a fresh one."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    is_sane = given is not None and _REQUEST_ID.fullmatch(given) is not None and redactor.text(given) == given
+    return given if given is not None and is_sane else uuid.uuid4().hex
 
 
 class ContextMiddleware:
     """Outermost ASGI layer: request id, last-resort errors, metrics and one access log line a request."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log: FilteringBoundLogger) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: FilteringBoundLogger, redactor: Redactor) -> None:
         self._app = app
+        self._redactor = redactor
         self._metrics = metrics
         self._log = log
 
@@ -140,7 +148,8 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(sane_request_id(Headers(scope=scope).get("x-request-id")), time.perf_counter())
+        request_id = sane_request_id(Headers(scope=scope).get("x-request-id"), self._redactor)
+        context = RequestContext(request_id, time.perf_counter(), self._redactor)
         scope[_SCOPE_KEY] = context
         try:
             await self._run(context, scope, receive, send)

@@ -18,6 +18,4 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
     """Starlette handler of HTTPException: routing and body limits."""
     if not isinstance(error, HTTPException):
         return await handle_loraplex_error(request, error)
-    reply = http_error_reply(request, error)
-    context_of(request).error_code = reply.code
-    return reply.response(error.headers)
+    return context_of(request).note_reply(http_error_reply(request, error)).response(error.headers)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
@@ -25,6 +25,7 @@ from loraplex.core import (
     ServerError,
 )
 from loraplex.core import registry_errors as registry
+from loraplex.server.redaction import Redactor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,11 @@ class ErrorReply:
     param: str | None = None
     reason: str | None = None
     retry_after_s: int | None = None
+
+    def without_keys(self, redactor: Redactor) -> "ErrorReply":
+        """The error without keys that the client wrote into what the message quotes."""
+        param = None if self.param is None else redactor.text(self.param)
+        return replace(self, message=redactor.text(self.message), param=param)
 
     def body(self) -> dict[str, object]:
         """The JSON object: OpenAI's shape, plus `reason` where an adapter or base was refused."""

@@ -60,8 +60,7 @@ async def _answer(service: Service, http: Request, name: str, work: Callable[[Ca
     try:
         await service.work.run(work, context.known_caller)
     except _Refused as refused:
-        context.error_code = refused.reply.code
-        return refused.reply.response()
+        return context.note_reply(refused.reply).response()
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
 
