@@ -69,8 +69,10 @@ loraplex serve my-base --data-dir data
 - `adapter add` checks the two files of a directory, keeps them as the next version, has an engine compare it with its
   merged reference, and activates it if asked to. On a data directory that needs the base (`--base`), whose engine is
   loaded for it; a server has its own. If the comparison fails, the status is 1 and the version stays out of service.
-- `hf:org/repo@revision` takes exactly the two files of one commit of Hugging Face, which is printed and goes to the
-  audit log. It needs the extra `hub`: `pip install 'loraplex[hub]'`. Private repositories: `HF_TOKEN`.
+- `hf:org/repo@revision`, or `hf:org/repo/folder@revision` for an adapter in a folder, takes exactly the two files of
+  one commit of Hugging Face, which is printed and goes to the audit log. It needs the extra `hub`:
+  `pip install 'loraplex[hub]'`. Private repositories: `HF_TOKEN`. If Hugging Face does not answer, the error is
+  `hub_unreachable` and the status 3.
 - `activate` and `rollback` change nothing if another version is active than `--expect` says, or than was active when
   the command started.
 - `rm` asks first unless `--yes` is given.

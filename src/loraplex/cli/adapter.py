@@ -43,7 +43,7 @@ _Base = Annotated[
 ]
 _BaseName = typer.Option(help="Name of the base in requests, which no adapter may have; default: the directory's name.")
 _Device = Annotated[str, typer.Option(help="Where to compare on a data directory: auto, cpu, cuda or cuda:<number>.")]
-_Source = typer.Argument(help="Adapter directory, or hf:org/repo or hf:org/repo@revision of Hugging Face (extra hub).")
+_Source = typer.Argument(help="Adapter directory, or hf:org/repo[/folder][@revision] of Hugging Face (extra hub).")
 _Fingerprint = typer.Option(help="Fingerprint of the base that the adapter was trained on (loraplex fingerprint).")
 _Unverified = typer.Option("--base-unverified", help="Nobody knows which base it was trained on; this is recorded.")
 _Skip = typer.Option("--skip-verification", help="Do without the comparison; who did so is recorded. For operators.")
