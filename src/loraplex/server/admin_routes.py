@@ -32,6 +32,7 @@ from loraplex.server.callers import Access
 from loraplex.server.context import context_of
 from loraplex.server.routing import RouteSpec
 from loraplex.server.service import Service
+from loraplex.server.work import WorkKind
 
 _TENANT = "/admin/v1/tenants/{tenant}"
 _ADAPTER = f"{_TENANT}/adapters/{{name}}"
@@ -111,6 +112,14 @@ async def show_adapter(service: Service, http: Request) -> Response:
 async def upload_version(service: Service, http: Request) -> Response:
     """POST .../versions: a form with `config`, `weights` and what is known of the base."""
     boundary = boundary_of(http)
+    with service.work.place(WorkKind.UPLOAD, _account(http)):
+        view = await _receive_version(service, http, boundary)
+    target = context_of(http).target
+    target.version, target.digest = view.version, view.digest
+    return _json(view, 201)
+
+
+async def _receive_version(service: Service, http: Request, boundary: bytes) -> VersionView:
     tenant, name = _adapter(http)
     operations, registry = _operations(service, http), _registry(service)
     await service.queries.run(operations.list_adapters, tenant, "", 1)  # refuses strangers before their bytes
@@ -118,12 +127,9 @@ async def upload_version(service: Service, http: Request) -> Response:
         upload = registry.upload_directory(_declared_len(http))
         directory = await service.queries.run(stack.enter_context, upload)
         form = UploadForm(boundary, directory, registry.adapter_limits)
-        claim = await receive_form(http, form, service.queries, service.config.body_timeout_s)
+        claim = await receive_form(http, form, service.uploads, service.config.body_timeout_s)
         publish = _publisher(stack.pop_all(), operations, directory, service.engine.base)
-        view = await service.work.run(publish, tenant, name, claim)
-    target = context_of(http).target
-    target.version, target.digest = view.version, view.digest
-    return _json(view, 201)
+        return await service.work.run(_account(http), publish, tenant, name, claim)
 
 
 async def verify_version(service: Service, http: Request) -> Response:
@@ -134,7 +140,10 @@ async def verify_version(service: Service, http: Request) -> Response:
     if body.skip:
         return _json(await service.queries.run(operations.skip_verification, tenant, name, version))
     engine = service.engine
-    return _json(await service.work.run(operations.compare, tenant, name, version, engine.base, engine.compare))
+    account = _account(http)
+    with service.work.place(WorkKind.VERIFICATION, account):
+        call = operations.compare
+        return _json(await service.work.run(account, call, tenant, name, version, engine.base, engine.compare))
 
 
 async def activate(service: Service, http: Request) -> Response:
@@ -188,12 +197,18 @@ async def list_audit(service: Service, http: Request) -> Response:
 
 async def verify_tenant_audit(service: Service, http: Request) -> Response:
     """GET .../audit/verify."""
-    return _json(await service.work.run(_operations(service, http).verify_audit, _tenant(http)))
+    return await _check_audit(service, http, _tenant(http))
 
 
 async def verify_audit(service: Service, http: Request) -> Response:
     """GET /admin/v1/audit/verify."""
-    return _json(await service.work.run(_operations(service, http).verify_audit))
+    return await _check_audit(service, http, None)
+
+
+async def _check_audit(service: Service, http: Request, tenant: str | None) -> Response:
+    account = _account(http)
+    with service.work.place(WorkKind.AUDIT, account):
+        return _json(await service.work.run(account, _operations(service, http).verify_audit, tenant))
 
 
 # ---------------------------------------------------------------------- inside
@@ -203,6 +218,10 @@ def _operations(service: Service, http: Request) -> AdminOperations:
     if caller is None or caller.principal is None:
         raise PermissionDenied("The admin API needs a key of the registry.")
     return AdminOperations(_registry(service), caller.principal)
+
+
+def _account(http: Request) -> str:
+    return context_of(http).known_caller.account
 
 
 def _registry(service: Service) -> Registry:

@@ -97,7 +97,7 @@ class BodyReader:
     async def read(self, http: Request, schema: type[BodyT]) -> BodyT:
         """The validated body. Raises InvalidRequest (400), Overloaded, and HTTPException (408, 413, 415)."""
         check_media_type(http)
-        with self.budget.open(context_of(http).known_caller.tenant or "") as share:
+        with self.budget.open(context_of(http).known_caller.account) as share:
             data = await self._receive(http, share)
             if len(data) < LONG_BODY_BYTES:
                 return self._parse(data, schema)

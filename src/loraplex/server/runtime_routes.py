@@ -23,6 +23,7 @@ from loraplex.server.identity import Target
 from loraplex.server.routing import RouteSpec
 from loraplex.server.schema import LoadAdapterBody, UnloadAdapterBody
 from loraplex.server.service import Service
+from loraplex.server.work import WorkKind
 
 _USER_INPUT = ErrorKind(400, "InvalidUserInput")
 _NOT_FOUND = ErrorKind(404, "NotFoundError")
@@ -55,10 +56,11 @@ async def unload_adapter(service: Service, http: Request) -> Response:
 
 async def _answer(service: Service, http: Request, name: str, work: Callable[[Caller], None], done: str) -> Response:
     context = context_of(http)
-    context.requested_model = name
-    context.target.tenant, context.target.adapter = context.known_caller.tenant, name or None
+    context.requested_model, caller = name, context.known_caller
+    context.target.tenant, context.target.adapter = caller.tenant, name or None
     try:
-        await service.work.run(work, context.known_caller)
+        with service.work.place(WorkKind.LOAD, caller.account):
+            await service.work.run(caller.account, work, caller)
     except _Refused as refused:
         return context.note_reply(refused.reply).response()
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
