@@ -136,8 +136,8 @@ def _facts(answer: bytes, sandbox: SandboxLimits) -> AdapterFacts:
         raise _too_large("more memory than was given", f"memory_bytes, {sandbox.memory_bytes},")
     if "refused" in fields:
         raise _refusal(fields)
-    digest, rank, num_bytes, targets, declared = (
-        fields.get(name) for name in ("digest", "max_rank", "num_bytes", "targets", "declared_base")
+    digest, rank, num_bytes, targets, declared, names_base = (
+        fields.get(name) for name in ("digest", "max_rank", "num_bytes", "targets", "declared_base", "names_base")
     )
     if not (
         isinstance(digest, str)
@@ -147,9 +147,10 @@ def _facts(answer: bytes, sandbox: SandboxLimits) -> AdapterFacts:
         and isinstance(targets, list)
         and all(isinstance(target, str) for target in targets)
         and (declared is None or isinstance(declared, str))
+        and isinstance(names_base, bool)
     ):
         raise ValidatorFailed("The process that checks adapters gave an answer of another form.")
-    return AdapterFacts(AdapterDigest(digest), rank, num_bytes, tuple(targets), declared)
+    return AdapterFacts(AdapterDigest(digest), rank, num_bytes, tuple(targets), declared, names_base)
 
 
 def _refusal(fields: Mapping[str, object]) -> AdapterRefused | ValidatorFailed:

@@ -84,6 +84,7 @@ adapters = Table(
     Column("next_number", Integer, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("deleted_at", Double),
+    Column("life", Integer, nullable=False, server_default="1"),  # one more each time it is published after deletion
     UniqueConstraint("tenant_id", "name"),
     UniqueConstraint("tenant_id", "adapter_id"),
 )
@@ -104,6 +105,7 @@ versions = Table(
     Column("num_bytes", BigInteger),
     Column("targets", Text),  # names joined by commas
     Column("declared_base", Text),
+    Column("names_base", Boolean(create_constraint=False)),
     Column("config_key", _hash(), index=True),
     Column("config_bytes", BigInteger),
     Column("weights_key", _hash(), index=True),
@@ -187,6 +189,7 @@ api_keys = Table(
     Column("secret_hash", _hash(), nullable=False),
     Column("role", String(16), nullable=False),
     Column("bound_adapter_id", _id(), ForeignKey("adapters.adapter_id")),
+    Column("bound_life", Integer),  # the adapter's when it was bound
     Column("created_at", Double, nullable=False),
     Column("created_by", String(16), nullable=False),
     Column("expires_at", Double),
