@@ -71,6 +71,8 @@ loraplex serve my-base --data-dir data
 - `adapter add` checks the two files of a directory, keeps them as the next version, has an engine compare it with its
   merged reference, and activates it if asked to. On a data directory that needs the base (`--base`), whose engine is
   loaded for it; a server has its own. If the comparison fails, the status is 1 and the version stays out of service.
+- Which base an adapter was trained on is said by `--base-fingerprint`, or by
+  [the file's own metadata](registry.md#versions), or it is `--base-unverified`.
 - `hf:org/repo@revision`, or `hf:org/repo/folder@revision` for an adapter in a folder, takes exactly the two files of
   one commit of Hugging Face, which is printed and goes to the audit log. It needs the extra `hub`:
   `pip install 'loraplex[hub]'`. Private repositories: `HF_TOKEN`. If Hugging Face does not answer, the error is

@@ -11,6 +11,7 @@ import typer
 from loraplex.cli.main import app
 from loraplex.core.comparison import AdapterComparison
 from loraplex.registry import Role
+from tests.adapters.factories import make_tensors, write_safetensors
 from tests.registry.helpers import OPERATOR, adapter_dir, bad_adapter_dir
 
 from .hostile import hostile_files, leftovers
@@ -139,9 +140,17 @@ def test_a_refused_adapter_is_one_line_with_its_code_and_is_on_record(place: Pla
     assert "no version that could be compared" in place.run.refused("adapter", "verify", "acme/support", *place.base)
 
 
+def test_a_file_that_names_its_base_needs_no_option(place: Place, tmp_path: Path) -> None:
+    directory = adapter_dir(tmp_path, 1)
+    weights = write_safetensors(make_tensors(), {"base_fingerprint": FINGERPRINT})
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    words = ("adapter", "add", directory, "--tenant", "acme", "--name", "a", *place.base)
+    assert place.run.good(*words)["version"]["base_verified"] is True
+
+
 def test_which_base_must_be_said_in_one_way(place: Place, tmp_path: Path) -> None:
     words = ("adapter", "add", adapter_dir(tmp_path), "--tenant", "acme", "--name", "a", *place.base)
-    assert "--base-unverified" in place.run.refused(*words)
+    assert "base_unverified" in place.run.refused(*words)
     both = ("--base-fingerprint", FINGERPRINT, "--base-unverified")
     assert "either" in place.run.refused(*words, *both)
     assert "BASE_MISMATCH" in place.run.refused(*words, "--base-fingerprint", "1" * 64)

@@ -45,7 +45,9 @@ _Base = Annotated[
 _BaseName = typer.Option(help="Name of the base in requests, which no adapter may have; default: the directory's name.")
 _Device = Annotated[str, typer.Option(help="Where to compare on a data directory: auto, cpu, cuda or cuda:<number>.")]
 _Source = typer.Argument(help="Adapter directory, or hf:org/repo[/folder][@revision] of Hugging Face (extra hub).")
-_Fingerprint = typer.Option(help="Fingerprint of the base that the adapter was trained on (loraplex fingerprint).")
+_Fingerprint = typer.Option(
+    help="Fingerprint of the base that the adapter was trained on (loraplex fingerprint), unless the file names it."
+)
 _Unverified = typer.Option("--base-unverified", help="Nobody knows which base it was trained on; this is recorded.")
 _Skip = typer.Option("--skip-verification", help="Do without the comparison; who did so is recorded. For operators.")
 _Activate = typer.Option("--activate", help="Have the name stand for the new version.")
@@ -232,7 +234,8 @@ def _newest(session: Session, at: Address) -> int:
 
 
 def _check_claim(base_fingerprint: str | None, base_unverified: bool) -> None:
-    if (base_fingerprint is None) != base_unverified:
+    """Neither will do where the file itself names the base, which the registry finds out. Raises InvalidRequest."""
+    if base_fingerprint is not None and base_unverified:
         raise InvalidRequest(
             "Say which base the adapter was trained on: either --base-fingerprint HEX (loraplex fingerprint DIR), or "
             "--base-unverified to have it recorded that nobody knows."
