@@ -57,6 +57,17 @@ def test_a_failed_comparison_is_status_1_and_nothing_is_activated(place: Place, 
     assert "adapter_not_verified" in place.run.refused("adapter", "activate", "acme/support@1")
 
 
+def test_a_failure_beside_the_logits_is_not_told_as_one_of_the_logits(place: Place, tmp_path: Path) -> None:
+    """The figures alone would read as if it had passed."""
+    wrong = "model.layers.0.self_attn.q_proj adds something else than the adapter"
+    place.engine.comparison = AdapterComparison(1e-4, 1e-6, 0.5, 1e-2, wrong)
+    ran = place.run(*place.add(adapter_dir(tmp_path, 1)))
+    assert ran.status == 1
+    assert "FAILED verification: largest logit difference 0.0001 of 0.01 allowed, but what is stored or" in ran.out
+    place.engine.comparison = FAILED
+    assert ", but" not in place.run("adapter", "verify", "acme/support@1", *place.base).out
+
+
 def test_a_comparison_that_is_left_out_is_on_record(place: Place, tmp_path: Path) -> None:
     added = place.run.good(*place.add(adapter_dir(tmp_path, 1), "support", "--skip-verification"))
     assert (added["version"]["state"], added["verification"]["skipped"]) == ("skipped", True)

@@ -329,9 +329,13 @@ def _outcome(verified: VerifiedView) -> str:
     one, label = verified.verification, _label(verified.version)
     if one.skipped:
         return f"{label} was not compared; that is on record."
+    assert one.max_logit_difference is not None
+    assert one.tolerance is not None
     figures = f"largest logit difference {one.max_logit_difference:.3g} of {one.tolerance:.3g} allowed"
     if not one.passed:
-        return f"{label} FAILED verification: {figures}. It cannot be activated."
+        is_hidden = one.max_logit_difference <= one.tolerance
+        why = ", but what is stored or added for it is not the adapter" if is_hidden else ""
+        return f"{label} FAILED verification: {figures}{why}. It cannot be activated."
     return f"{label} is verified: {figures}, KL {one.kl:.3g} nats, effect {one.effect:.3g}."
 
 
