@@ -13,6 +13,7 @@ from loraplex.cli.listen import run_bound
 from loraplex.cli.say import say
 from loraplex.cli.serve_settings import (
     DEFAULT_HOST_ADAPTERS,
+    host_adapter_bytes,
     open_port,
     registry_config,
     runtime_roots,
@@ -49,6 +50,10 @@ _Root = typer.Option("--lora-root", help="Directory below which adapters may be 
 _MaxCpuLoras = typer.Option(
     help=f"Most adapters of a registry in host memory; default: {DEFAULT_HOST_ADAPTERS}, or --max-loras if more.",
     min=1,
+)
+_CpuMemory = typer.Option(
+    help="Memory for adapters of a registry in host memory, for example 8G, counted as their tensors are stored; "
+    "default: a quarter of what is available at the start."
 )
 _PublicMetrics = typer.Option(
     "--public-metrics", help="With a registry, serve /metrics without a key too; it shows names of adapters at work."
@@ -92,6 +97,7 @@ def serve(
     enable_lora: Annotated[bool, _EnableLora] = True,
     max_loras: Annotated[int, _MaxLoras] = 32,
     max_cpu_loras: Annotated[int | None, _MaxCpuLoras] = None,
+    cpu_lora_memory: Annotated[str | None, _CpuMemory] = None,
     max_lora_rank: Annotated[int | None, _MaxRank] = None,
     kv_pages: Annotated[int | None, typer.Option(help="Pages of the pool for KV and adapters.", min=1)] = None,
     memory: Annotated[str | None, _Memory] = None,
@@ -128,7 +134,13 @@ def serve(
     registry = registry_config(data_dir, database_url, artifacts_url, max_lora_rank)
     key, roots = usable_key(ctx, api_key, registry, console), runtime_roots(allow_runtime_lora_updating, lora_root)
     room = max_cpu_loras or max(DEFAULT_HOST_ADAPTERS, max_loras)
-    config = ServerConfig(key, max_host_adapters=room, adapter_roots=roots, public_metrics=public_metrics)
+    config = ServerConfig(
+        key,
+        max_host_adapters=room,
+        host_adapter_bytes=host_adapter_bytes(cpu_lora_memory),
+        adapter_roots=roots,
+        public_metrics=public_metrics,
+    )
     modules, sockets = start_modules(lora_modules, registry), open_port(host, port, key, registry, insecure_no_auth)
     run(
         launch(base, modules, engine_config, config, console, served_model_name, registry), sockets, host, port, console

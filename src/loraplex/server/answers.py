@@ -158,7 +158,7 @@ def identity_body(served: ServedBy, tally: Tally, request_id: str) -> Json:
     return {
         "adapter": {"name": adapter.name, "version": adapter.version, "digest": adapter.digest} if adapter else None,
         "base": {"name": served.base_name, "fingerprint": served.base_fingerprint},
-        "cold": tally.cold,
-        "load_s": tally.load_s,
+        "cold": tally.shown_load.cold,
+        "load_s": tally.shown_load.load_s,
         "request_id": request_id,
     }

@@ -23,6 +23,8 @@ from loraplex.server.config import ServerConfig
 from loraplex.server.context import ContextMiddleware
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.error_handlers import handle_http_error, handle_loraplex_error
+from loraplex.server.host_adapters import HostAdapters
+from loraplex.server.host_room import HostRoom
 from loraplex.server.local_catalog import LocalCatalog, LocalModels
 from loraplex.server.metrics import Metrics
 from loraplex.server.redaction import Redactor
@@ -60,7 +62,8 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
     local_models = None if isinstance(models, Registry) else models
     catalog: LocalCatalog | RegistryCatalog
     if isinstance(models, Registry):
-        catalog = RegistryCatalog(models, engine, queries, config.max_host_adapters)
+        room = HostRoom(config.max_host_adapters, config.host_adapter_bytes)
+        catalog = RegistryCatalog(models, engine, queries, HostAdapters(engine, room, config.host_patience_s))
     else:
         _check_same_base(engine, models)
         catalog = LocalCatalog(models)

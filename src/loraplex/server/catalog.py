@@ -37,16 +37,26 @@ def _nothing() -> None:
     """What a lease of the base gives back."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToldLoad:
+    """What an answer says of loading, where it is not simply what happened."""
+
+    cold: bool
+    load_s: float
+
+
 @dataclass(slots=True, eq=False)
 class ModelLease:
     """What a request runs on: these weights stay in the engine until `release`, whatever the name stands for then.
 
     `adapter` None is the base. `is_cold` says that the weights had to be read for this request, which took `load_s`.
+    `told` is what the caller may know of that, where it may not know all: whether others have the same weights.
     """
 
     adapter: AdapterRef | None
     is_cold: bool = False
     load_s: float = 0.0
+    told: ToldLoad | None = None
     on_release: Callable[[], None] = field(default=_nothing, repr=False)
 
     def release(self) -> None:

@@ -19,9 +19,10 @@ class ServerConfig:
     `max_body_bytes` None is what prompts of the engine's context need. `body_budget_bytes` bounds all bodies in flight;
     a tenant may have a quarter of it.
 
-    `max_host_adapters` is how many adapters of a registry are kept in host memory. `adapter_roots` are the directories
-    below which operators may load adapters at run time; None: not at all. `public_metrics` opens /metrics to callers
-    without a key also where there is a registry, whose adapter names it shows.
+    `max_host_adapters` adapters of a registry are kept in host memory, and `host_adapter_bytes` of their tensors; a
+    request waits up to `host_patience_s` for a place. `adapter_roots` are the directories below which operators may
+    load adapters at run time; None: not at all. `public_metrics` opens /metrics to callers without a key also where
+    there is a registry, whose adapter names it shows.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -31,18 +32,22 @@ class ServerConfig:
     stall_timeout_s: float = 30.0
     access_log: bool = True
     max_host_adapters: int = 256
+    host_adapter_bytes: int = 4 * 2**30
+    host_patience_s: float = 2.0
     adapter_roots: tuple[Path, ...] | None = None
     public_metrics: bool = False
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not _is_usable_key(self.api_key):
             raise ConfigError(f"--api-key must be at least {MIN_API_KEY_CHARS} printable ASCII characters, no spaces.")
-        for name in ("max_body_bytes", "body_budget_bytes", "body_timeout_s", "stall_timeout_s"):
+        for name in ("max_body_bytes", "body_budget_bytes", "body_timeout_s", "stall_timeout_s", "host_patience_s"):
             value = getattr(self, name)
             if name == "max_body_bytes" and value is None:
                 continue
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{name} must be a number above 0, got {value!r}.")
+        if self.host_adapter_bytes < 1:
+            raise ConfigError(f"--cpu-lora-memory must be at least 1 byte, got {self.host_adapter_bytes}.")
         if self.max_host_adapters < 1:
             raise ConfigError(f"--max-cpu-loras must be at least 1, got {self.max_host_adapters}.")
 

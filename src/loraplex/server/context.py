@@ -17,7 +17,7 @@ from structlog.typing import FilteringBoundLogger
 from loraplex.core import AdapterRef, BaseDescription, EngineDead, NonFiniteOutput, RequestOutput, ServedBy, ServerError
 from loraplex.core.limits import MAX_MODEL_NAME_CHARS
 from loraplex.server.callers import Caller
-from loraplex.server.catalog import ModelLease
+from loraplex.server.catalog import ModelLease, ToldLoad
 from loraplex.server.errors import ErrorReply, reply_for
 from loraplex.server.identity import Target, identity_headers
 from loraplex.server.metrics import Metrics
@@ -39,6 +39,7 @@ class Tally:
     cold: bool = False
     read_s: float = 0.0  # until the weights were in host memory
     paging_s: float = 0.0  # from there into the pool
+    told: ToldLoad | None = None  # in place of these in the answer
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -57,6 +58,11 @@ class Tally:
     def load_s(self) -> float:
         """Seconds that this request waited for its weights."""
         return self.read_s + self.paging_s
+
+    @property
+    def shown_load(self) -> ToldLoad:
+        """What the answer says of loading."""
+        return self.told or ToldLoad(self.cold, self.load_s)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -120,7 +126,7 @@ class RequestContext:
     def hold(self, lease: ModelLease) -> AdapterRef | None:
         """Keep a lease until the answer has ended; what it is a lease of."""
         self.lease = lease
-        self.tally.cold, self.tally.read_s = lease.is_cold, lease.load_s
+        self.tally.cold, self.tally.read_s, self.tally.told = lease.is_cold, lease.load_s, lease.told
         return lease.adapter
 
 
