@@ -166,6 +166,18 @@ def test_a_change_does_not_commit_to_a_file_that_went_meanwhile(tmp_path: Path) 
         assert (report.ok, report.num_entries) == (True, 0)
 
 
+def test_a_reader_sees_one_state_however_many_statements_it_makes(world: World) -> None:
+    """A list takes two: an adapter's pointer must not lead to a version that the second does not know."""
+    world.tenant("acme")
+    count = text("SELECT count(*) FROM tenants")
+    with world.registry._store.database.read() as connection:
+        before = connection.execute(count).scalar_one()
+        world.tenant("globex")
+        assert connection.execute(count).scalar_one() == before
+    with world.registry._store.database.read() as connection:
+        assert connection.execute(count).scalar_one() == before + 1
+
+
 def test_sqlite_by_url(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'other.db'}"
     with Registry(RegistryConfig(tmp_path / "data", database_url=url)) as registry:

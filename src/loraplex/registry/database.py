@@ -101,9 +101,11 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Connection]:
-        """A connection in a transaction that is rolled back. Raises RegistryUnavailable."""
+        """A connection in a transaction that sees one state and is rolled back. Raises RegistryUnavailable."""
         self._file.check()
         with _translated(), self._engine.connect() as connection:
+            if not self.is_sqlite:  # where each statement would see a state of its own
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
             yield connection
 
     @contextlib.contextmanager
