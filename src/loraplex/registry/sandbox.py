@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -79,7 +79,7 @@ def _order(
             "vocab_size": base.vocab_size,
             "num_layers": base.num_layers,
             "tied_embeddings": base.tied_embeddings,
-            "sites": [[site.name, site.layer, site.module, site.d_in, site.d_out] for site in base.sites],
+            "sites": [list(astuple(site)) for site in base.sites],
         },
     }
 
