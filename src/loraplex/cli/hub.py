@@ -1,11 +1,10 @@
 """Adapters from Hugging Face: two files of one commit, taken to a temporary directory."""
 
 import errno
-import importlib
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,13 +97,14 @@ def _hub() -> tuple[Any, tuple[type[Exception], ...]]:
 
 def _http_errors(errors: Any) -> Iterator[type[Exception]]:
     """What the library's HTTP client raises: it is httpx2 or httpx, as the library's version likes."""
+    import httpx
+
     yield from (base for base in errors.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
-    for name in ("httpx2", "httpx"):
-        try:
-            client = importlib.import_module(name)
-        except ImportError:
-            continue
-        yield from (client.HTTPError, client.InvalidURL)
+    yield from (httpx.HTTPError, httpx.InvalidURL)
+    with suppress(ImportError):
+        import httpx2
+
+        yield from (httpx2.HTTPError, httpx2.InvalidURL)
 
 
 def _failure(source: HubSource, error: Exception) -> LoraplexError:
