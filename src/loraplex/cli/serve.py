@@ -10,7 +10,7 @@ from rich.console import Console
 
 from loraplex.cli.launch import Launched, launch, ready_line
 from loraplex.cli.listen import run_bound
-from loraplex.cli.say import say
+from loraplex.cli.say import LogConsole, say
 from loraplex.cli.serve_settings import (
     DEFAULT_HOST_ADAPTERS,
     host_adapter_bytes,
@@ -115,7 +115,7 @@ def serve(
     from loraplex.engine.config import EngineConfig
     from loraplex.server import ServerConfig
 
-    console = Console(stderr=True)
+    console = LogConsole(stderr=True)
     engine_config = EngineConfig(
         dtype=dtype,
         device=device,
@@ -152,7 +152,7 @@ def run(launched: Launched, sockets: list[socket], host: str, port: int, console
     from loraplex.server import RunConfig, build_server
 
     def on_ready(at: str, real_port: int) -> None:
-        say(console, ready_line(launched, at, real_port))
+        say(console, ready_line(launched, at, real_port), event="ready")
 
     if launched.base.note:
         say(console, f"note: {launched.base.note}", style="yellow")

@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -188,7 +189,8 @@ class AsyncEngine:
                 self._dispatch(self.engine.step(self._clock()))
         except BaseException as error:
             self.failure = error
-            _log.exception("the engine stopped")
+            line = f"the engine stopped: {_described(error)}"  # whole, as loggers that distrust arguments drop them
+            _log.error(line)
         finally:
             self._stopping = True
             self._fail_all()
@@ -244,6 +246,12 @@ class AsyncEngine:
         for stream in self._streams.values():
             _call_soon(stream.loop, [(stream, EngineDead("The engine stopped while the request ran."))])
         self._streams.clear()
+
+
+def _described(error: BaseException) -> str:
+    """The class of an error and where it came from; not its message, which may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__qualname__} at " + ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
 
 
 def _deliver(outputs: list[_Addressed]) -> None:

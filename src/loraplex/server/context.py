@@ -3,7 +3,6 @@
 import asyncio
 import re
 import time
-import traceback
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from loraplex.server.errors import ErrorReply, reply_for
 from loraplex.server.identity import Target, identity_headers
 from loraplex.server.metrics import Metrics
 from loraplex.server.redaction import Redactor
+from loraplex.server.stdlib_logs import where
 
 CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
 UNMATCHED_ROUTE = "unmatched"
@@ -204,8 +204,7 @@ class ContextMiddleware:
 
 def log_unexpected(log: FilteringBoundLogger, error: Exception, request_id: str) -> None:
     """Log an error that is not ours: its class and where it came from, not its message, which may quote a prompt."""
-    frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-    log.error("unexpected_error", request_id=request_id, error=type(error).__qualname__, frames=frames)
+    log.error("unexpected_error", request_id=request_id, error=type(error).__qualname__, frames=where(error))
 
 
 def _log_fields(context: RequestContext, scope: Scope) -> dict[str, object]:

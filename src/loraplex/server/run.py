@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.service import Service
+from loraplex.server.stdlib_logs import logs_as_json
 
 MAX_HEADER_BYTES = 64 * 2**10
 OnReady = Callable[[str, int], None]
@@ -57,6 +58,11 @@ class LoraplexServer(uvicorn.Server):
         self._lame_duck_s = lame_duck_s
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket] | None = None) -> None:
+        """Serve until told to stop. Whatever logs meanwhile does so in lines of our log."""
+        with logs_as_json(self._service.log):
+            await super().serve(sockets)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         """Listen, then tell `on_ready` the address, whose port is real even if 0 was asked for."""
