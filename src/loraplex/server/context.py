@@ -17,13 +17,14 @@ from loraplex.core import AdapterRef, BaseDescription, EngineDead, NonFiniteOutp
 from loraplex.core.limits import MAX_MODEL_NAME_CHARS
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import ModelLease, ToldLoad
-from loraplex.server.errors import ErrorReply, reply_for
+from loraplex.server.errors import ErrorReply, http_reply, reply_for
 from loraplex.server.identity import Target, identity_headers
 from loraplex.server.metrics import Metrics
 from loraplex.server.redaction import Redactor
 from loraplex.server.stdlib_logs import where
 
 CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
+MAX_HEADER_BYTES = 64 * 2**10  # names, values and the request's target
 UNMATCHED_ROUTE = "unmatched"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _SCOPE_KEY = "loraplex.context"
@@ -172,6 +173,10 @@ class ContextMiddleware:
             await send(message)
 
         try:
+            if _num_header_bytes(scope) > MAX_HEADER_BYTES:
+                reply = context.note_reply(http_reply(431, f"The headers have more than {MAX_HEADER_BYTES} bytes."))
+                await reply.response({"Connection": "close"})(scope, receive, send_with_id)
+                return
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             context.status = CLIENT_CLOSED_STATUS
@@ -200,6 +205,12 @@ class ContextMiddleware:
             ttft_s = tally.first_token_at - context.started_at
             self._metrics.observe_generation(ttft_s, decode_s, tally.num_output_tokens, seconds)
         self._log.info("request", **_log_fields(context, scope), route=route, status=status, seconds=round(seconds, 6))
+
+
+def _num_header_bytes(scope: Scope) -> int:
+    """The parser's own limit is for headers that come in pieces; what comes at once may be larger."""
+    target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    return target + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def log_unexpected(log: FilteringBoundLogger, error: Exception, request_id: str) -> None:

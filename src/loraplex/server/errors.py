@@ -80,6 +80,7 @@ HTTP_CODES: Mapping[int, str] = MappingProxyType(
         408: "request_timeout",
         413: "request_too_large",
         415: "unsupported_media_type",
+        431: "headers_too_large",
     }
 )
 
