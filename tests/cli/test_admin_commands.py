@@ -63,9 +63,13 @@ def test_a_failure_beside_the_logits_is_not_told_as_one_of_the_logits(place: Pla
     place.engine.comparison = AdapterComparison(1e-4, 1e-6, 0.5, 1e-2, wrong)
     ran = place.run(*place.add(adapter_dir(tmp_path, 1)))
     assert ran.status == 1
-    assert "FAILED verification: largest logit difference 0.0001 of 0.01 allowed, but what is stored or" in ran.out
+    assert f"FAILED verification: largest logit difference 0.0001 of 0.01 allowed, and {wrong}." in " ".join(
+        ran.out.split()
+    )
+    (kept,) = place.run.good("adapter", "show", "acme/support")["verifications"]
+    assert kept["failure"] == wrong
     place.engine.comparison = FAILED
-    assert ", but" not in place.run("adapter", "verify", "acme/support@1", *place.base).out
+    assert "allowed, and" not in place.run("adapter", "verify", "acme/support@1", *place.base).out
 
 
 def test_a_comparison_that_is_left_out_is_on_record(place: Place, tmp_path: Path) -> None:

@@ -167,6 +167,17 @@ def test_figures_that_are_not_finite_verify_nothing(acme: World, field: str, val
         acme.registry.adapters.record_verification(OPERATOR, "acme", "sup", 1, result)
 
 
+def test_what_was_wrong_is_kept_and_is_for_failures_only(acme: World) -> None:
+    acme.publish("acme", "sup")
+    adapters, wrong = acme.registry.adapters, "model.layers.0.self_attn.q_proj adds something else than the adapter"
+    result = replace(PASSED, passed=False, failure=wrong)
+    assert adapters.record_verification(OPERATOR, "acme", "sup", 1, result).state is VersionState.VALIDATED
+    assert adapters.show(OPERATOR, "acme", "sup").verifications[1][0].result == result
+    for bad in (replace(PASSED, failure=wrong), replace(FAILED, failure="x" * 301)):
+        with pytest.raises(InvalidRequest, match="did not pass"):
+            adapters.record_verification(OPERATOR, "acme", "sup", 1, bad)
+
+
 # ---------------------------------------------------------------------- pointers
 def test_activation_and_rollback_compare_before_they_set(acme: World) -> None:
     adapters = acme.registry.adapters

@@ -333,8 +333,7 @@ def _outcome(verified: VerifiedView) -> str:
     assert one.tolerance is not None
     figures = f"largest logit difference {one.max_logit_difference:.3g} of {one.tolerance:.3g} allowed"
     if not one.passed:
-        is_hidden = one.max_logit_difference <= one.tolerance
-        why = ", but what is stored or added for it is not the adapter" if is_hidden else ""
+        why = f", and {one.failure}" if one.failure else ""
         return f"{label} FAILED verification: {figures}{why}. It cannot be activated."
     return f"{label} is verified: {figures}, KL {one.kl:.3g} nats, effect {one.effect:.3g}."
 

@@ -80,7 +80,7 @@ def verification_table(verifications: Iterable[VerificationView]) -> Table:
     """Attempts of the gate."""
     table = _table("version", "result", "logit difference", "KL nats", "effect", "at", "by")
     for one in verifications:
-        outcome = "skipped" if one.skipped else "passed" if one.passed else "failed"
+        outcome = "skipped" if one.skipped else "passed" if one.passed else one.failure or "failed"
         difference = None if one.skipped else f"{_figure(one.max_logit_difference)} of {_figure(one.tolerance)}"
         _add(table, one.version, outcome, difference, _figure(one.kl), _figure(one.effect), show_time(one.at), one.by)
     return table

@@ -21,7 +21,7 @@ from loraplex.registry import repository
 from loraplex.registry.access import find_owner, require_role, tenant_by_name
 from loraplex.registry.changes import Change, Store
 from loraplex.registry.lifecycle import VersionEvent, advance
-from loraplex.registry.limits import RegistryLimits, check_page
+from loraplex.registry.limits import MAX_FAILURE_CHARS, RegistryLimits, check_page
 from loraplex.registry.repository import AdapterRow, Owner
 from loraplex.registry.types import (
     AdapterDetail,
@@ -84,6 +84,7 @@ class Adapters:
             "kl": result.kl,
             "effect": result.effect,
             "tolerance": result.tolerance,
+            "failure": result.failure,
         }
         with self._subject(principal, tenant, name) as subject:
             before = _live_version(subject, version)
@@ -317,6 +318,9 @@ def _check_result(result: VerificationResult) -> None:
     if result.passed and result.max_logit_difference > result.tolerance:
         message = f"A difference of {result.max_logit_difference} does not pass a tolerance of {result.tolerance}."
         raise InvalidRequest(message, "passed")
+    if result.failure is not None and (result.passed or len(result.failure) > MAX_FAILURE_CHARS):
+        message = f"A failure is for what did not pass, in at most {MAX_FAILURE_CHARS} characters."
+        raise InvalidRequest(message, "failure")
 
 
 def _shown(info: VersionInfo) -> str:

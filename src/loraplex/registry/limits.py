@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from loraplex.core import ConfigError, InvalidRequest
 
 MAX_PAGE = 1_000
+MAX_FAILURE_CHARS = 300  # of what a verification says was wrong
 
 
 @dataclass(frozen=True, slots=True)

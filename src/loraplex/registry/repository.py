@@ -356,6 +356,7 @@ def add_verification(
             "kl": result.kl,
             "effect": result.effect,
             "tolerance": result.tolerance,
+            "failure": result.failure,
         }
     connection.execute(insert(verifications).values(**values))
     return VerificationInfo(attempt, at, by, result)
@@ -392,7 +393,8 @@ def list_verifications(
 def _verification(row: AnyRow) -> VerificationInfo:
     result = None
     if not row.skipped:
-        result = VerificationResult(row.passed, row.max_logit_difference, row.kl, row.effect, row.tolerance)
+        figures = row.max_logit_difference, row.kl, row.effect, row.tolerance
+        result = VerificationResult(row.passed, *figures, row.failure)
     return VerificationInfo(row.attempt, row.at, KeyId(row.by), result)
 
 

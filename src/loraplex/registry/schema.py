@@ -24,6 +24,8 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
+from loraplex.registry.limits import MAX_FAILURE_CHARS
+
 AnyRow: TypeAlias = Row[*tuple[Any, ...]]
 
 metadata = MetaData(
@@ -153,6 +155,7 @@ verifications = Table(
     Column("kl", Double),
     Column("effect", Double),
     Column("tolerance", Double),
+    Column("failure", String(MAX_FAILURE_CHARS)),
     Column("at", Double, nullable=False),
     Column("by", String(16), nullable=False),
     ForeignKeyConstraint(["adapter_id", "number"], ["versions.adapter_id", "versions.number"]),

@@ -172,6 +172,7 @@ class VerificationResult:
     kl: float  # nats, mean over the positions compared
     effect: float  # largest change of a logit against the base without adapter; 0 means that it changes nothing
     tolerance: float  # what `max_logit_difference` was held against
+    failure: str | None = None  # what was wrong whatever the logits say, in words
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,7 @@ class AdminOperations:
             kl=figures.kl,
             effect=figures.effect,
             tolerance=figures.tolerance,
+            failure=figures.failure,
         )
         self._registry.adapters.record_verification(self._engine_for_caller(), tenant, name, version, result)
         return self._verified(tenant, name, version)
