@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.cli.listen import close_all
-from loraplex.cli.serve_settings import open_port, registry_config, runtime_roots, start_modules
+from loraplex.cli.serve_settings import host_adapter_bytes, open_port, registry_config, runtime_roots, start_modules
 from loraplex.core import ConfigError
 from loraplex.registry import Registry, RegistryConfig, Role
 
@@ -114,6 +114,15 @@ def test_loading_at_run_time_is_off_unless_a_root_is_named(tmp_path: Path) -> No
 @pytest.mark.parametrize("value", ["1", "true", "True"])
 def test_the_variable_of_vllm_is_known(value: str) -> None:
     assert "--lora-root" in refusal(VLLM_ALLOW_RUNTIME_LORA_UPDATING=value)
+
+
+def test_memory_for_adapters_is_given_or_a_quarter_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_adapter_bytes("3G") == 3 * 2**30
+    with pytest.raises(ConfigError, match="--cpu-lora-memory"):
+        host_adapter_bytes("much")
+    for available, expected in ((80, 20), (None, 4 * 2**30)):
+        monkeypatch.setattr("loraplex.engine.host_memory.available_memory", lambda found=available: found)
+        assert host_adapter_bytes(None) == expected
 
 
 # ---------------------------------------------------------------------- from end to end

@@ -13,10 +13,10 @@ from loraplex.cli.listen import run_bound
 from loraplex.cli.say import LogConsole, say
 from loraplex.cli.serve_settings import (
     DEFAULT_HOST_ADAPTERS,
-    host_adapter_bytes,
     open_port,
     registry_config,
     runtime_roots,
+    server_config,
     start_modules,
     usable_key,
 )
@@ -113,7 +113,6 @@ def serve(
 ) -> None:
     """Serve a base model and its adapters over an OpenAI-compatible HTTP API."""
     from loraplex.engine.config import EngineConfig
-    from loraplex.server import ServerConfig
 
     console = LogConsole(stderr=True)
     engine_config = EngineConfig(
@@ -134,13 +133,7 @@ def serve(
     registry = registry_config(data_dir, database_url, artifacts_url, max_lora_rank)
     key, roots = usable_key(ctx, api_key, registry, console), runtime_roots(allow_runtime_lora_updating, lora_root)
     room = max_cpu_loras or max(DEFAULT_HOST_ADAPTERS, max_loras)
-    config = ServerConfig(
-        key,
-        max_host_adapters=room,
-        host_adapter_bytes=host_adapter_bytes(cpu_lora_memory),
-        adapter_roots=roots,
-        public_metrics=public_metrics,
-    )
+    config = server_config(key, room, cpu_lora_memory, roots, public_metrics)
     modules, sockets = start_modules(lora_modules, registry), open_port(host, port, key, registry, insecure_no_auth)
     run(
         launch(base, modules, engine_config, config, console, served_model_name, registry), sockets, host, port, console
