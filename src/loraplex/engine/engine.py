@@ -411,7 +411,7 @@ class Engine:
             self._probes.end(request.request_id, is_finite=False)
             return None
         name = request.adapter.label if request.adapter else self.base.name
-        return RequestFailed(request.request_id, NonFiniteOutput(name))
+        return RequestFailed(request.request_id, NonFiniteOutput(name, state.served_by))
 
     # ------------------------------------------------------------------ figures
     def _count(self, plan: StepPlan, load_s: float) -> None:
