@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -14,6 +13,7 @@ from loraplex.testing import FakeEngine
 from tests.registry.helpers import adapter_dir
 from tests.server.helpers import FakeCatalog, LiveServer
 
+from .foreign_server import serving
 from .places import Commands, Place
 
 only_http = pytest.mark.parametrize("place", ["http"], indirect=True)
@@ -115,13 +115,8 @@ class _Stranger(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stranger() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), _Stranger)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(_Stranger) as url:
+        yield url
 
 
 def test_what_is_no_loraplex_is_status_3_and_is_not_followed(

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partialmethod
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import httpx
@@ -22,6 +21,7 @@ from loraplex.cli.hub import HubSource, fetched, parse_source
 from loraplex.core import AdapterRefused, ConfigError, InvalidRequest, ServerError
 from tests.registry.helpers import OPERATOR
 
+from .foreign_server import serving
 from .hostile import GOOD_CONFIG, GOOD_WEIGHTS, hostile_files, leftovers
 from .places import FINGERPRINT, Commands, Place, Ran
 
@@ -252,13 +252,8 @@ class _RealHub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def real_hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _RealHub)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(_RealHub) as url:
+        yield url
 
 
 _FETCH = """
