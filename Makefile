@@ -29,7 +29,7 @@ test-slow: venv  ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
 test-registry-postgres: venv  ## Run the registry's tests on a PostgreSQL that is installed if need be, started and stopped
-	tests/registry/run_postgres.sh $(BIN)/python -m pytest tests/registry $(wildcard tests/server/test_admin_*.py)
+	tests/registry/run_postgres.sh $(BIN)/python -m pytest -k postgres tests/registry $(wildcard tests/server/test_admin_*.py)
 
 lint: venv  ## Check style and types
 	$(BIN)/ruff check
@@ -42,6 +42,7 @@ format: venv  ## Format the code
 
 corpus: venv  ## Run the conformance corpus in CORPUS
 	$(BIN)/python tests/run_corpus.py $(CORPUS)
+	$(BIN)/python -m tests.corpus_over_http $(CORPUS)
 
 bench-cpu: venv  ## Measure throughput on the demo base beside PEFT
 	$(BIN)/python bench/bench_cpu.py

@@ -54,7 +54,7 @@ def fill(registry: Registry, num_tenants: int, num_adapters: int) -> None:
             rows["adapters"].append({**ids, "name": f"a{a}", "next_number": 3, "created_at": 1.0})
             rows["versions"] += [version_row(rng, ids, number) for number in (1, 2)]
             rows["aliases"].append({**ids, "active_number": 2, "revision": 1})
-    with registry._store.change() as change:
+    with registry._store.change(OPERATOR) as change:
         for name in names:
             change.connection.execute(insert(schema.metadata.tables[name]), rows[name])
         change.record(None, OPERATOR.key_id, "bench.fill")

@@ -19,6 +19,8 @@ _INTRO = """\
 Made by `python docs/make_cli_docs.py` from the commands' own help; do not edit by hand.
 """
 
+_HEAD = ["| option | default | meaning |", "|---|---|---|"]
+
 _NOTES = """\
 
 ## Notes
@@ -69,8 +71,18 @@ loraplex serve my-base --data-dir data
 - `adapter add` checks the two files of a directory, keeps them as the next version, has an engine compare it with its
   merged reference, and activates it if asked to. On a data directory that needs the base (`--base`), whose engine is
   loaded for it; a server has its own. If the comparison fails, the status is 1 and the version stays out of service.
-- `hf:org/repo@revision` takes exactly the two files of one commit of Hugging Face, which is printed and goes to the
-  audit log. It needs the extra `hub`: `pip install 'loraplex[hub]'`. Private repositories: `HF_TOKEN`.
+- Which base an adapter was trained on is said by `--base-fingerprint`, or by
+  [the file's own metadata](registry.md#versions), or it is `--base-unverified`.
+- `hf:org/repo@revision`, or `hf:org/repo/folder@revision` for an adapter in a folder, takes exactly the two files of
+  one commit of Hugging Face, which is printed and goes to the audit log. It needs the extra `hub`:
+  `pip install 'loraplex[hub]'`. Private repositories: `HF_TOKEN`. If Hugging Face does not answer, the error is
+  `hub_unreachable` and the status 3.
+- A data directory without a registry is refused, and nothing is made there. `tenant create`, `serve` and `demo` make
+  one.
+- `adapter add` records nothing where the directory or one of its two files is not there. What is there and refused is
+  recorded with its reason and takes a number.
+- An adapter that changes nothing (`no-op`), or no logit by more than rounding may (`faint`: its effect is not above the
+  tolerance of the comparison), passes the comparison with a warning and is marked in `adapter list`.
 - `activate` and `rollback` change nothing if another version is active than `--expect` says, or than was active when
   the command started.
 - `rm` asks first unless `--yes` is given.
@@ -122,32 +134,37 @@ def command_docs() -> str:
 
 
 def _group(name: str, group: Any) -> str:
-    """A command of commands. Options that all of them take are told once."""
-    options = [{param.name: param for param in command.params} for command in group.commands.values()]
-    shared = set.intersection(*map(set, options))
+    """A command of commands. Options that all of them take, with the same meaning, are told once."""
+    rows = [set(_rows(_only_options(command))) for command in group.commands.values()]
+    shared = set.intersection(*rows)
     parts = [f"\n## `loraplex {name}`\n\n{group.help}\n"]
     parts += [_command(f"{name} {inner}", command, "###", shared) for inner, command in group.commands.items()]
-    table = _options(param for key, param in options[0].items() if key in shared)
-    return "\n".join(["".join(parts), "All of them also take:", "", *table, ""])
+    first = next(iter(group.commands.values()))
+    told = [row for row in _rows(_only_options(first)) if row in shared]
+    return "\n".join(["".join(parts), "All of them also take:", "", *_HEAD, *told, ""])
 
 
 def _command(name: str, command: Any, level: str, told: Collection[str] = ()) -> str:
+    """One command, without those rows of options that are `told` elsewhere."""
     arguments = [param for param in command.params if param.param_type_name == "argument"]
-    options = [param for param in command.params if param.param_type_name == "option" and param.name not in told]
+    options = [row for row in _rows(_only_options(command)) if row not in told]
     usage = " ".join(["loraplex", name, *(param.name.upper() for param in arguments), "[OPTIONS]"])
     lines = ["", f"{level} `loraplex {name}`", "", f"    {usage}", "", *(command.help or "").splitlines()]
     if arguments:
         lines += ["", "| argument | meaning |", "|---|---|"]
         lines += [f"| `{param.name.upper()}` | {_cell(param.help)} |" for param in arguments]
     if options:
-        lines += ["", *_options(options)]
+        lines += ["", *_HEAD, *options]
     return "\n".join([*lines, ""])
 
 
-def _options(params: Iterable[Any]) -> list[str]:
-    """A table of options."""
-    rows = [f"| {_names(param)} | {_default(param)} | {_cell(param.help)}{_bounds(param)} |" for param in params]
-    return ["| option | default | meaning |", "|---|---|---|", *rows]
+def _only_options(command: Any) -> list[Any]:
+    return [param for param in command.params if param.param_type_name == "option"]
+
+
+def _rows(params: Iterable[Any]) -> list[str]:
+    """The rows of a table of options: names, default and meaning."""
+    return [f"| {_names(param)} | {_default(param)} | {_cell(param.help)}{_bounds(param)} |" for param in params]
 
 
 def _names(param: Any) -> str:

@@ -11,7 +11,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.adapters.safetensors_file import check_finite, read_tensors
+from loraplex.adapters.safetensors_file import check_finite, read_metadata, read_tensors
 from loraplex.adapters.types import TensorView
 from loraplex.core import AdapterRefused
 
@@ -45,6 +45,31 @@ def test_file_of_the_library_is_read_as_it_was_written() -> None:
     assert views["b"].shape == (2, 3)
     assert views["b"].data == arrays["b"].tobytes()
     assert (views["a"].dtype, views["a"].data) == ("F16", arrays["a"].tobytes())
+
+
+def test_metadata_is_read_from_the_header_alone() -> None:
+    data = write_safetensors({"x": tensor((2,))}, {"base_fingerprint": "ab", "other": "{}"})
+    assert read_metadata(data) == {"base_fingerprint": "ab", "other": "{}"}
+    assert read_metadata(memoryview(data)[:-8]) == {"base_fingerprint": "ab", "other": "{}"}, "no tensor is needed"
+    assert read_metadata(write_safetensors({"x": tensor((2,))})) == {}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        (2**22 + 1).to_bytes(8, "little") + b"{" + b" " * 2**22,
+        with_header(b'{"__metadata__":{"a":1}}'),
+        with_header(b'{"__metadata__":{"a":"1","a":"2"}}'),
+        with_header(b'{"__metadata__":{},"__metadata__":{"a":"2"}}'),
+        with_header(b'{"__metadata__":{"a":' + b"[" * 50 + b"]" * 50 + b"}}"),
+        pickle.dumps({"a": 1}),
+    ],
+)
+def test_metadata_of_a_bad_header_is_refused_as_its_tensors_are(data: bytes) -> None:
+    with pytest.raises(AdapterRefused) as caught:
+        read_metadata(data)
+    assert caught.value.reason_code == reason(data)
 
 
 def test_zero_size_tensors_and_padding_are_well_formed() -> None:

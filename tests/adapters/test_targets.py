@@ -65,11 +65,20 @@ def test_layer_the_base_lacks_is_refused(layers: object) -> None:
     assert reason(layers_to_transform=layers) == "TARGET_NOT_COVERED"
 
 
-@pytest.mark.parametrize(
-    "entry", ["c_attn", "proj", "self_attn", "input_layernorm", "", "model.layers.7.mlp.down_proj"]
-)
-def test_entry_that_names_no_linear_layer_is_refused(entry: str) -> None:
+@pytest.mark.parametrize("entry", ["self_attn", "input_layernorm", "norm", "model", "0", "layers.1.mlp"])
+def test_entry_that_names_something_else_than_a_linear_layer_is_refused(entry: str) -> None:
     assert reason(target_modules=["q_proj", entry]) == "TARGET_NOT_COVERED"
+
+
+@pytest.mark.parametrize("entry", ["c_attn", "qkv_proj", "proj", "", "model.layers.7.mlp.down_proj", "vision.q_proj"])
+def test_entry_that_names_nothing_has_no_effect_beside_others(entry: str) -> None:
+    assert names(target_modules=["q_proj", entry]) == names(target_modules=["q_proj"])
+    assert reason(target_modules=[entry]) == "TARGET_NOT_COVERED"
+    assert reason(target_modules=["q_proj", entry], exclude_modules=["q_proj"]) == "TARGET_NOT_COVERED"
+
+
+def test_excluded_head_is_none_of_the_targets() -> None:
+    assert names(target_modules=["q_proj", "lm_head"], exclude_modules=["lm_head"]) == names(target_modules=["q_proj"])
 
 
 @pytest.mark.parametrize("entry", ["lm_head", "embed_tokens", "model.embed_tokens"])

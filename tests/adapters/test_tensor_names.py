@@ -1,11 +1,13 @@
 """What tensor names mean, and which are refused."""
 
+import itertools
+
 import pytest
 
 from loraplex.adapters.tensor_names import Side, read_name
 from loraplex.core import AdapterRefused
 
-from .factories import make_base, make_tensors, reason, tensor
+from .factories import Entry, check, make_base, make_tensors, reason, tensor
 
 BASE = make_base()
 SITES = {site.name: site for site in BASE.sites}
@@ -47,7 +49,8 @@ def test_wrappers_are_taken_off(name: str) -> None:
         f"{SITE}.lora_A",
         f"{SITE}.lora_C.weight",
         f"{SITE}.lora_a.weight",
-        f"{SITE}.lora_A.other.weight",
+        f"{SITE}.lora_A.one.two.weight",
+        f"{SITE}.lora_A.other.scale",
         f"{SITE}.lora_A.scale",
         f"{SITE} .lora_A.weight",
         f"base_model.model.base_model.model.{SITE}.lora_A.weight",
@@ -82,6 +85,27 @@ def test_tensors_of_other_features_are_named_so(name: str) -> None:
     with pytest.raises(AdapterRefused) as caught:
         read_name(name, SITES, BASE)
     assert caught.value.reason_code == "FEATURE_UNSUPPORTED"
+
+
+def renamed(*names: str) -> dict[str, Entry]:
+    """PEFT's names as in a raw state dict: with these adapter names before `weight`, in turn."""
+    before = itertools.cycle(f".{name}.weight" if name else ".weight" for name in names)
+    return {name.removesuffix(".weight") + next(before): entry for name, entry in make_tensors().items()}
+
+
+def test_one_adapter_name_may_stand_in_all_tensors() -> None:
+    plain = check()
+    assert check(tensors=renamed("customer-7")).digest == plain.digest
+    assert check(tensors=renamed("default", "")).digest == plain.digest, "PEFT reads its own name or none"
+
+
+@pytest.mark.parametrize("names", [("one", "two"), ("one", ""), ("", "one"), ("default", "one"), ("one",) * 7 + ("",)])
+def test_several_adapter_names_are_refused(names: tuple[str, ...]) -> None:
+    assert reason(tensors=renamed(*names)) == "KEY_UNMATCHED"
+
+
+def test_two_adapters_for_one_module_are_refused() -> None:
+    assert reason(tensors=renamed("one") | renamed("two")) == "KEY_DUPLICATE"
 
 
 def test_two_tensors_for_one_parameter_are_refused() -> None:

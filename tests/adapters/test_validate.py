@@ -1,5 +1,6 @@
 """Whole adapters against a base: what is accepted comes out exact, what is refused has the fitting reason."""
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -88,6 +89,31 @@ def test_config_and_tensors_must_cover_each_other(targets: list[str]) -> None:
 
 def test_excluded_module_with_tensors_is_refused() -> None:
     assert reason(make_config(exclude_modules=["v_proj"])) == "TARGET_NOT_COVERED"
+
+
+def test_tensors_of_an_entry_that_names_nothing_are_refused() -> None:
+    config = make_config(target_modules=["q_proj", "v_proj", "c_attn"])
+    assert check(config).digest == check().digest
+    tensors = make_tensors() | {f"{Q0}.lora_A.weight".replace("q_proj", "c_attn"): tensor((2, 8))}
+    assert reason(config, tensors) == "KEY_UNMATCHED"
+
+
+def test_bias_is_served_where_there_are_none_to_train() -> None:
+    sites = make_base().sites
+    for biased, served in (((), ("all", "lora_only")), (("down_proj",), ("lora_only",)), (("q_proj",), ())):
+        changed = tuple(dataclasses.replace(site, has_bias=site.module in biased) for site in sites)
+        base = dataclasses.replace(make_base(), sites=changed)
+        assert check(make_config(bias="none"), base=base).digest == check().digest
+        for bias in ("all", "lora_only"):
+            expected = None if bias in served else "FEATURE_UNSUPPORTED"
+            assert reason(make_config(bias=bias), base=base) == expected, (biased, bias)
+        tensors = replaced(f"{Q0}.base_layer.bias", tensor((8,)))
+        assert reason(make_config(bias="lora_only"), tensors, base) in ("KEY_UNMATCHED", "FEATURE_UNSUPPORTED")
+
+
+def test_bias_names_the_layer_that_has_one_and_unknown_counts_as_one() -> None:
+    with pytest.raises(AdapterRefused, match=r"'bias' is 'all'.*model\.layers\.0\.self_attn\.q_proj"):
+        check(make_config(bias="all"))
 
 
 def test_rank_above_the_limit_names_rank_limit_and_flag() -> None:

@@ -3,15 +3,19 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from loraplex.cli.main import app
 from loraplex.core.comparison import AdapterComparison
 from loraplex.registry import Role
+from tests.adapters.factories import make_tensors, write_safetensors
 from tests.registry.helpers import OPERATOR, adapter_dir, bad_adapter_dir
 
 from .hostile import hostile_files, leftovers
-from .places import FAILED, FINGERPRINT, Commands, Place
+from .places import FAILED, FINGERPRINT, PASSED, Commands, Place
 
 
 # ---------------------------------------------------------------------- adapters
@@ -51,6 +55,21 @@ def test_a_failed_comparison_is_status_1_and_nothing_is_activated(place: Place, 
     again = place.run("adapter", "verify", "acme/support", *place.base, "--json")
     assert (again.status, again.document["verification"]["attempt"]) == (1, 2)
     assert "adapter_not_verified" in place.run.refused("adapter", "activate", "acme/support@1")
+
+
+def test_a_failure_beside_the_logits_is_not_told_as_one_of_the_logits(place: Place, tmp_path: Path) -> None:
+    """The figures alone would read as if it had passed."""
+    wrong = "model.layers.0.self_attn.q_proj adds something else than the adapter"
+    place.engine.comparison = AdapterComparison(1e-4, 1e-6, 0.5, 1e-2, wrong)
+    ran = place.run(*place.add(adapter_dir(tmp_path, 1)))
+    assert ran.status == 1
+    assert f"FAILED verification: largest logit difference 0.0001 of 0.01 allowed, and {wrong}." in " ".join(
+        ran.out.split()
+    )
+    (kept,) = place.run.good("adapter", "show", "acme/support")["verifications"]
+    assert kept["failure"] == wrong
+    place.engine.comparison = FAILED
+    assert "allowed, and" not in place.run("adapter", "verify", "acme/support@1", *place.base).out
 
 
 def test_a_comparison_that_is_left_out_is_on_record(place: Place, tmp_path: Path) -> None:
@@ -136,9 +155,17 @@ def test_a_refused_adapter_is_one_line_with_its_code_and_is_on_record(place: Pla
     assert "no version that could be compared" in place.run.refused("adapter", "verify", "acme/support", *place.base)
 
 
+def test_a_file_that_names_its_base_needs_no_option(place: Place, tmp_path: Path) -> None:
+    directory = adapter_dir(tmp_path, 1)
+    weights = write_safetensors(make_tensors(), {"base_fingerprint": FINGERPRINT})
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    words = ("adapter", "add", directory, "--tenant", "acme", "--name", "a", *place.base)
+    assert place.run.good(*words)["version"]["base_verified"] is True
+
+
 def test_which_base_must_be_said_in_one_way(place: Place, tmp_path: Path) -> None:
     words = ("adapter", "add", adapter_dir(tmp_path), "--tenant", "acme", "--name", "a", *place.base)
-    assert "--base-unverified" in place.run.refused(*words)
+    assert "base_unverified" in place.run.refused(*words)
     both = ("--base-fingerprint", FINGERPRINT, "--base-unverified")
     assert "either" in place.run.refused(*words, *both)
     assert "BASE_MISMATCH" in place.run.refused(*words, "--base-fingerprint", "1" * 64)
@@ -161,9 +188,45 @@ def test_activate_wants_a_version(place: Place) -> None:
     assert "acme/x@3" in place.run.refused("adapter", "activate", "acme/x")
 
 
-def test_verifying_shows_an_adapter_that_changes_nothing(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("effect", "mark", "warning"),
+    [(0.0, "no-op", "acme/support@1 changes nothing"), (0.01, "faint", "no logit by more than 0.01"), (0.011, "", "")],
+)
+def test_an_adapter_that_does_little_is_warned_of_and_marked(
+    place: Place, tmp_path: Path, effect: float, mark: str, warning: str
+) -> None:
+    """Where it is added, verified and activated; the mark has a legend."""
+    place.engine.comparison = AdapterComparison(0.0, 0.0, effect, 0.01)
+    added = place.run(*place.add(adapter_dir(tmp_path, 1), "support", "--activate"))
+    verified = place.run("adapter", "verify", "acme/support@1", *place.base)
+    moved = place.run("adapter", "activate", "acme/support@1")
+    for ran in (added, verified, moved):
+        assert ran.status == 0
+        warnings = [line for line in ran.err.splitlines() if line.startswith("warning: ")]
+        assert [warning in line for line in warnings] == ([True] if mark else [])
+    listed = place.run("adapter", "list").out
+    (row,) = [line.split() for line in listed.splitlines() if "acme/support" in line]
+    assert row[3:5] == ["verified", mark or FINGERPRINT[:12]]
+    assert ("no-op: changes nothing" in listed) == bool(mark)
+
+
+def test_a_version_that_failed_or_was_not_compared_has_no_mark(place: Place, tmp_path: Path) -> None:
+    """Figures of a failed comparison say nothing of the effect, and there are none of a skipped one."""
+    place.run.good(*place.add(adapter_dir(tmp_path, 1), "skipped", "--skip-verification"))
+    place.engine.comparison = AdapterComparison(2.0, 0.3, 0.0, 1e-2)
+    failed = place.run(*place.add(adapter_dir(tmp_path, 2), "failed"))
+    assert "warning" not in failed.err
+    listed = place.run("adapter", "list").out
+    assert "no-op" not in listed
+
+
+def test_a_later_comparison_takes_the_mark_away(place: Place, tmp_path: Path) -> None:
     place.engine.comparison = AdapterComparison(0.0, 0.0, 0.0, 0.01)
-    assert "changes nothing" in place.run(*place.add(adapter_dir(tmp_path, 1))).out
+    place.run.good(*place.add(adapter_dir(tmp_path, 1)))
+    assert "no-op" in place.run("adapter", "list").out
+    place.engine.comparison = PASSED
+    place.run.good("adapter", "verify", "acme/support@1", *place.base)
+    assert "no-op" not in place.run("adapter", "list").out
 
 
 # ---------------------------------------------------------------------- tenants, keys, audit
@@ -261,8 +324,30 @@ def test_links_pipes_and_pickles_in_a_directory_are_refused(place: Place, tmp_pa
         else:
             (folder / "adapter_model.bin").write_bytes(b"\x80\x02.")
         assert place.run.refused(*place.add(folder)).startswith(f"error {code}: ")
-    assert place.run.refused(*place.add(tmp_path / "nowhere")).startswith("error CONFIG_MISSING: ")
     assert leftovers(place.world.config.data_dir) == []
+
+
+def test_a_mistyped_source_makes_no_name_and_takes_no_number(place: Place, tmp_path: Path) -> None:
+    """The directory is named, whichever of the three is not there."""
+    good, empty, half, pickled = adapter_dir(tmp_path, 1), tmp_path / "empty", tmp_path / "half", tmp_path / "pickled"
+    for folder in (empty, half, pickled):
+        folder.mkdir()
+    for folder in (half, pickled):
+        (folder / "adapter_config.json").write_bytes((good / "adapter_config.json").read_bytes())
+    (pickled / "adapter_model.bin").write_bytes(b"\x80\x02.")
+    cases = (
+        (tmp_path / "nowhere", "CONFIG_MISSING"),
+        (good / "adapter_config.json", "CONFIG_MISSING"),
+        (empty, "CONFIG_MISSING"),
+        (half, "WEIGHTS_MISSING"),
+        (pickled, "WEIGHTS_UNSAFE_FORMAT"),
+    )
+    for directory, code in cases:
+        line = place.run.refused(*place.add(directory))
+        assert line.startswith(f"error {code}: "), line
+        assert str(directory) in line
+    assert place.run.good("adapter", "list", "--deleted")["adapters"] == []
+    assert place.run.good(*place.add(good))["version"]["version"] == 1
 
 
 # ---------------------------------------------------------------------- where
@@ -278,10 +363,65 @@ def test_a_command_with_two_places_is_refused(run: Commands, tmp_path: Path) -> 
 
 def test_options_go_before_the_environment(place: Place, tmp_path: Path) -> None:
     if place.name == "local":
-        assert place.run.good("tenant", "list", "--data-dir", tmp_path / "other")["tenants"] == []
+        place.run.good("tenant", "create", "gamma", "--data-dir", tmp_path / "other")
+        (tenant,) = place.run.good("tenant", "list", "--data-dir", tmp_path / "other")["tenants"]
+        assert tenant["tenant"] == "gamma"
     else:
         ran = place.run("tenant", "list", "--url", "http://127.0.0.1:1")
         assert (ran.status, ran.err.split()[1]) == (3, "server_unreachable:")
+
+
+COMMANDS = (
+    ("tenant", "list"),
+    ("tenant", "disable", "acme"),
+    ("tenant", "enable", "acme"),
+    ("key", "create", "--tenant", "acme"),
+    ("key", "list", "--tenant", "acme"),
+    ("key", "revoke", "a" * 12, "--tenant", "acme"),
+    ("audit", "list", "--tenant", "acme"),
+    ("audit", "verify"),
+    ("adapter", "add", "DIR", "--tenant", "acme", "--name", "a", "--base", "/x", "--base-unverified"),
+    ("adapter", "list"),
+    ("adapter", "show", "acme/a"),
+    ("adapter", "verify", "acme/a@1", "--base", "/x"),
+    ("adapter", "activate", "acme/a@1"),
+    ("adapter", "rollback", "acme/a"),
+    ("adapter", "rm", "acme/a", "-y"),
+    ("adapter", "grant", "acme/a", "beta"),
+    ("adapter", "revoke", "acme/a", "beta"),
+)
+
+
+def test_every_command_but_one_is_among_those_that_make_no_registry() -> None:
+    group: Any = typer.main.get_command(app)
+    groups = {name: command.commands for name, command in group.commands.items() if hasattr(command, "commands")}
+    known = {(name, inner) for name, commands in groups.items() for inner in commands}
+    assert known - {words[:2] for words in COMMANDS} == {("tenant", "create")}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("place_", ["nowhere", "empty", "file", "database"])
+def test_a_mistyped_data_directory_is_named_and_nothing_is_made(
+    run: Commands, tmp_path: Path, words: tuple[str, ...], place_: str
+) -> None:
+    data = tmp_path / "data"
+    if place_ == "empty":
+        data.mkdir()
+    elif place_ == "file":
+        data.write_text("")
+    elif place_ == "database":
+        words = (*words, "--database-url", f"sqlite:///{tmp_path}/other.db")
+    before = sorted(tmp_path.rglob("*"))
+    line = run.refused(*words, "--data-dir", data)
+    assert line.startswith(f"error config_error: There is no registry in the data directory {str(data)!r}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_registry_whose_database_lies_elsewhere_is_found(run: Commands, tmp_path: Path) -> None:
+    where = ("--data-dir", tmp_path / "data", "--database-url", f"sqlite:///{tmp_path}/other.db")
+    run.good("tenant", "create", "acme", *where)
+    assert len(run.good("tenant", "list", *where)["tenants"]) == 1
+    assert "has no registry.db" in run.refused("tenant", "list", *where[:2])
 
 
 def test_a_local_command_wants_the_base_and_a_server_does_not(place: Place, tmp_path: Path) -> None:

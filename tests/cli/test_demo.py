@@ -6,12 +6,14 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from loraplex.cli import demo_scenes as scenes
-from loraplex.cli.demo import demo_base, find_adapters
+from loraplex.cli.demo import demo_base, find_adapters, present
 from loraplex.cli.demo_calls import curl_line
 from loraplex.cli.launch import LoraModule
 from loraplex.cli.tables import describe_targets
@@ -20,7 +22,7 @@ from loraplex.registry import Registry, RegistryConfig
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.admin_operations import AdminOperations
 from loraplex.testing import FakeEngine
-from tests.registry.helpers import BASE, adapter_dir, check_here
+from tests.registry.helpers import BASE, OPERATOR, adapter_dir, check_here
 from tests.server.helpers import LiveServer
 
 
@@ -90,10 +92,10 @@ class Show:
 
 
 @pytest.fixture
-def show(tmp_path: Path) -> Iterator[Show]:
+def show(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Show]:
     engine = FakeEngine(description=replace(BASE, vocab_size=258), only_held=True)
     modules = tuple(LoraModule(name, adapter_dir(tmp_path, seed)) for seed, name in enumerate(("a", "b", "c"), 1))
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=getattr(request, "param", 200))
     with Registry(RegistryConfig(tmp_path / "data"), validate=check_here) as registry:
         server = LiveServer(create_app(engine, registry, ServerConfig(access_log=False)))
         operations = AdminOperations(registry, registry.local_operator())
@@ -145,3 +147,67 @@ def test_refusals_versions_damage_and_the_trail_are_shown(show: Show) -> None:
     assert "verified: whole" in show.text()
     assert "alias.rollback" in show.text()
     assert not any(key in show.text() for key in cast.keys.values())
+
+
+def test_the_second_version_is_the_first_with_half_its_scale(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of another tenant would not do as a version of this one's adapter."""
+    published: dict[str, dict[str, Any]] = {}
+    publish = scenes.AdminOperations.publish
+
+    def watch(operations: AdminOperations, tenant: str, name: str, directory: Path, *rest: Any) -> Any:
+        version = publish(operations, tenant, name, directory, *rest)
+        published[f"{tenant}/{name}@{version.version}"] = {file.name: file.read_bytes() for file in directory.iterdir()}
+        return version
+
+    monkeypatch.setattr(scenes.AdminOperations, "publish", watch)
+    cast, _ = scenes.set_up(show.stage, lambda done, total: None)
+    scenes.versions(show.stage, show.url, cast)
+    first, second = published["acme/a@1"], published["acme/a@2"]
+    assert first["adapter_model.safetensors"] == second["adapter_model.safetensors"]
+    alphas = [json.loads(one["adapter_config.json"])["lora_alpha"] for one in (first, second)]
+    assert alphas == [alphas[0], alphas[0] / 2]
+
+
+def test_a_pattern_of_scales_is_halved_too(tmp_path: Path) -> None:
+    config = tmp_path / "adapter_config.json"
+    config.write_text('{"alpha_pattern": {"v_proj": 24}, "r": 4}')
+    scenes._halve(config)
+    assert json.loads(config.read_text()) == {"lora_alpha": 4, "alpha_pattern": {"v_proj": 12}, "r": 4}
+
+
+@pytest.mark.parametrize("show", [80], indirect=True)
+def test_figures_and_reasons_are_whole_on_a_narrow_terminal(show: Show) -> None:
+    _, made = scenes.set_up(show.stage, lambda done, total: None)
+    scenes.show_adapters(show.stage, made)
+    scenes.damaged(show.stage)
+    lines = show.text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in show.text()
+    gate = made[0].verification
+    assert f"{gate.effect:.3g}" in row(show.text(), "acme/a")
+    assert f"{gate.kl:.2g}" in row(show.text(), "acme/a")
+    assert "infinity." in show.text()  # the end of the last message
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+def test_the_page_opens_with_what_is_served_and_ends_with_what_can_be_tried(
+    show: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ending: bool
+) -> None:
+    """Counts are those after the adapters were put in; a server that stops is not offered."""
+
+    def ready(launched: Any, host: str, port: int) -> str:
+        return f"Ready: {launched.registry.tenants.count(OPERATOR).adapters} adapters"
+
+    monkeypatch.setattr("loraplex.cli.demo.ready_line", ready)
+    monkeypatch.setenv("DEMO_EXIT", "1" if is_ending else "")
+    stage, (host, port) = show.stage, show.url.removeprefix("http://").split(":")
+    launched: Any = SimpleNamespace(
+        registry=stage.operations._registry,
+        base=SimpleNamespace(description=stage.base),
+        engine=SimpleNamespace(compare=stage.compare),
+    )
+    present(launched, list(stage.modules), host, int(port), tmp_path, stage.console)
+    lines = show.text().splitlines()
+    assert lines[0] == "Ready: 3 adapters"
+    assert lines[-1].startswith("curl ") != is_ending
+    assert ("curl" in show.text()) != is_ending

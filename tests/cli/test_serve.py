@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.cli.listen import close_all
-from loraplex.cli.serve_settings import open_port, registry_config, runtime_roots, start_modules
+from loraplex.cli.serve_settings import host_adapter_bytes, open_port, registry_config, runtime_roots, start_modules
 from loraplex.core import ConfigError
 from loraplex.registry import Registry, RegistryConfig, Role
 
@@ -79,7 +79,9 @@ def test_the_highest_rank_holds_for_what_is_published_too(tmp_path: Path) -> Non
 
 
 def test_adapters_by_flag_are_refused_beside_a_registry_with_the_way_to_publish() -> None:
-    with pytest.raises(ConfigError, match=r"loraplex adapter add TENANT/sql adapters/sql --data-dir data"):
+    with pytest.raises(
+        ConfigError, match="loraplex adapter add adapters/sql --tenant TENANT --name sql --base BASE --data-dir data"
+    ):
         start_modules(["sql=adapters/sql"], REGISTRY)
     assert start_modules(None, REGISTRY) == []
     assert [module.name for module in start_modules(["a=1", "b=2"], None)] == ["a", "b"]
@@ -114,6 +116,15 @@ def test_the_variable_of_vllm_is_known(value: str) -> None:
     assert "--lora-root" in refusal(VLLM_ALLOW_RUNTIME_LORA_UPDATING=value)
 
 
+def test_memory_for_adapters_is_given_or_a_quarter_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_adapter_bytes("3G") == 3 * 2**30
+    with pytest.raises(ConfigError, match="--cpu-lora-memory"):
+        host_adapter_bytes("much")
+    for available, expected in ((80, 20), (None, 4 * 2**30)):
+        monkeypatch.setattr("loraplex.engine.host_memory.available_memory", lambda found=available: found)
+        assert host_adapter_bytes(None) == expected
+
+
 # ---------------------------------------------------------------------- from end to end
 @contextmanager
 def serving(base: Path, *argv: str) -> Iterator[tuple[str, list[str]]]:
@@ -124,12 +135,13 @@ def serving(base: Path, *argv: str) -> Iterator[tuple[str, list[str]]]:
         said: list[str] = []
         for line in process.stderr:
             said.append(line)
-            if line.startswith("Ready"):
+            if '"event": "ready"' in line:
                 break
         try:
             assert said, "it said nothing"
-            assert said[-1].startswith("Ready"), said
-            yield said[-1].split(": ")[1].split(" ")[0].removesuffix("/v1"), said
+            ready = json.loads(said[-1])["message"]
+            assert ready.startswith("Ready"), said
+            yield ready.split(": ")[1].split(" ")[0].removesuffix("/v1"), said
         finally:
             process.send_signal(signal.SIGINT)
             said += process.stderr.readlines()
@@ -175,7 +187,7 @@ def test_a_server_with_a_registry_answers_each_caller_with_its_own(
             assert status == 200, answer
             digests.add(answer["x_loraplex"]["adapter"]["digest"])  # type: ignore[index]
         assert len(digests) == 2
-    lines = [json.loads(line) for line in said if line.startswith("{")]
+    lines = [json.loads(line) for line in said]  # all of them
     assert [line["tenant"] for line in lines if line["event"] == "request"] == [None, "acme", "globex"]
     assert not any(key in line for line in said for key in keys.values())
 

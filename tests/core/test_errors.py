@@ -29,6 +29,7 @@ CODES = {
     "ConfigError": "config_error",
     "ServerError": "server_error",
     "Overloaded": "overloaded",
+    "CallerLimitReached": "caller_limit",
     "EngineDead": "engine_dead",
     "NonFiniteOutput": "non_finite_output",
 }

@@ -287,7 +287,7 @@ def break_forward(engine: AsyncEngine, after: int = 0) -> None:
     engine.engine._decoder.forward = failing  # type: ignore[method-assign]
 
 
-def test_engine_failure_fails_everyone(make_engine: MakeEngine) -> None:
+def test_engine_failure_fails_everyone(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(max_num_seqs=2)
     break_forward(engine, after=3)
 
@@ -298,6 +298,10 @@ def test_engine_failure_fails_everyone(make_engine: MakeEngine) -> None:
     assert not engine.is_alive
     with pytest.raises(EngineDead):
         within(tokens(engine, ask()))
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert record.getMessage().startswith(f"the engine stopped: {type(engine.failure).__qualname__} at ")
+    assert str(engine.failure) not in record.getMessage()  # which may quote a prompt
+    assert record.exc_info is None
 
 
 def test_failure_while_queueing_a_request_fails_it_and_everyone(

@@ -385,6 +385,8 @@ def test_overflowing_adapter_fails_its_own_requests_only(
         error = mixed.failures[request_id].error
         assert isinstance(error, NonFiniteOutput)
         assert error.model == "broken@1"
+        assert error.served_by is not None
+        assert error.served_by.model == "broken@1"
         assert request_id not in mixed.outputs
     for one, other in zip(neighbours, same, strict=True):
         a, b = quiet.trace(one), mixed.trace(other)

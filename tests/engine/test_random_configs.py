@@ -7,10 +7,12 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
 from loraplex.adapters import AdapterLimits, load_adapter
+from loraplex.adapters.targets import _other_names
 from loraplex.core import AdapterRefused
 from tests import oracle
 
@@ -29,9 +31,11 @@ NUM_LAYERS = 3
 def draw_targets(rng: random.Random, projections: tuple[str, ...]) -> list[str] | str:
     """Names, paths, an expression, or all."""
     some = rng.sample(projections, rng.randint(1, len(projections)))
-    kind = rng.choice(["names", "names", "paths", "suffix expression", "layer expression", "lookahead", "all"])
+    kind = rng.choice(["names", "more names", "paths", "suffix expression", "layer expression", "lookahead", "all"])
     if kind == "names":
         return some
+    if kind == "more names":  # of other families
+        return [*some, "c_attn", "dense", "model.layers.9.mlp.up_proj"]
     if kind == "paths":
         blocks = {name: "mlp" if "gate" in name or "up" in name or "down" in name else "self_attn" for name in some}
         return [f"model.layers.{rng.randrange(NUM_LAYERS)}.{blocks[name]}.{name}" for name in some]
@@ -53,6 +57,8 @@ def draw_key(rng: random.Random, projections: tuple[str, ...]) -> str:
             rf"layers\.{layer}\..*",
             rf".*\.{layer}\..*\.{name}",
             f"^model.*{name}$",
+            rf"model\.layers\.{layer}\..*{name}",
+            f"model.layers.{layer}.mlp.down_proj",
             "[a-m].*_proj",
             "nothing",
             name,
@@ -66,7 +72,7 @@ def draw_pattern(rng: random.Random, projections: tuple[str, ...]) -> dict[str, 
     return {key: rng.randint(1, 9) for key in keys}
 
 
-def draw_config(rng: random.Random, projections: tuple[str, ...]) -> dict[str, Any]:
+def draw_config(rng: random.Random, projections: tuple[str, ...], biases: tuple[str, ...] = ()) -> dict[str, Any]:
     targets = draw_targets(rng, projections)
     config: dict[str, Any] = {
         "r": rng.choice([1, 2, 3, 8, 17]),
@@ -74,15 +80,21 @@ def draw_config(rng: random.Random, projections: tuple[str, ...]) -> dict[str, A
         "target_modules": targets,
         "use_rslora": rng.random() < 0.3,
         "lora_dropout": 0.1,
+        "bias": rng.choice(["none", "none", *biases]),
         "rank_pattern": draw_pattern(rng, projections),
         "alpha_pattern": draw_pattern(rng, projections),
     }
     if isinstance(targets, list) and rng.random() < 0.4:
         config["layers_to_transform"] = rng.choice([0, [1], [0, 2]])
-        config["layers_pattern"] = rng.choice([None, "layers", ["h", "layers"], "(layers|h)"])
+        config["layers_pattern"] = rng.choice([None, "layers", ["h", "layers"], "(layers|h)", "model.layers"])
     if rng.random() < 0.3:
         config["exclude_modules"] = rng.choice(
-            [[rng.choice(projections)], rf".*\.{rng.randrange(NUM_LAYERS)}\..*_proj"]
+            [
+                [rng.choice(projections)],
+                rf".*\.{rng.randrange(NUM_LAYERS)}\..*_proj",
+                [f"model.layers.{rng.randrange(NUM_LAYERS)}.mlp.down_proj"],
+                rf"model\.layers\.{rng.randrange(NUM_LAYERS)}\..*(q|qkv|up|gate_up)_proj",
+            ]
         )
     return config
 
@@ -105,6 +117,82 @@ def save(directory: Path, base: Path, config: dict[str, Any], seed: int) -> bool
     return True
 
 
+# What stands for "model.layers" in the paths of a wrapped model, and for a "model" that begins an expression.
+WRAPPED = {
+    "model.language_model": ("model.language_model.layers", "model"),
+    "language_model.model": ("language_model.model.layers", r"language_model\.model"),
+    "_orig_mod.model": ("_orig_mod.model.layers", r"_orig_mod\.model"),
+    "module._orig_mod.model": ("module._orig_mod.model.layers", r"module\._orig_mod\.model"),
+}
+
+
+def wrap_text(text: str, wrapped: str) -> str:
+    """A name, key or expression as the trainer of the wrapped model would have it."""
+    layers, first = WRAPPED[wrapped]
+    text = text.replace("model.layers", layers).replace(r"model\.layers", layers.replace(".", r"\."))
+    return text.replace("^model.*", f"^{first}.*")
+
+
+def wrap_field(value: Any, wrapped: str) -> Any:
+    if isinstance(value, dict):
+        return {wrap_text(key, wrapped): number for key, number in value.items()}
+    if isinstance(value, list):
+        return [wrap_text(entry, wrapped) if isinstance(entry, str) else entry for entry in value]
+    return wrap_text(value, wrapped) if isinstance(value, str) else value
+
+
+def wrap_adapter(directory: Path, source: Path, wrapped: str, outer: str) -> None:
+    """The same adapter as if it had been trained on the wrapped model: other names of tensors, other keys."""
+    config = json.loads((source / "adapter_config.json").read_text())
+    fields = ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_pattern")
+    config |= {field: wrap_field(config[field], wrapped) for field in fields}
+    tensors = safetensors.torch.load_file(source / "adapter_model.safetensors")
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    renamed = {outer + wrap_text(name, wrapped): tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(renamed, directory / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_configs_of_wrapped_models_mean_the_same(family: str, tiny_base: MakeBase, tmp_path: Path) -> None:
+    base = tiny_base(family)
+    projections = FUSED_PROJECTIONS if family == "phi3" else PROJECTIONS
+    description = Harness(base).engine.base
+    rng = random.Random(f"wrapped {family}")
+    fields = dict.fromkeys(("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_pattern"), 0)
+    for number in range(30):
+        config = draw_config(rng, projections, ("all", "lora_only"))
+        if isinstance(config["target_modules"], list) and number % 2:
+            config |= {"layers_to_transform": [0, 2], "layers_pattern": "model.layers"}
+        source = tmp_path / str(number)
+        if not save(source, base, config, seed=number):
+            continue
+        digest = load_adapter(source, description, AdapterLimits()).digest
+        is_dead = "nothing" in {**config["rank_pattern"], **config["alpha_pattern"]}
+        for wrapped in WRAPPED:
+            directory, outer = tmp_path / f"{number} {wrapped}", rng.choice(["", "", "module.", "_orig_mod."])
+            wrap_adapter(directory, source, wrapped, outer)
+            if is_dead:
+                with pytest.raises(AdapterRefused, match="nothing"):
+                    load_adapter(directory, description, AdapterLimits())
+                continue
+            assert load_adapter(directory, description, AdapterLimits()).digest == digest, (wrapped, config)
+            for field in fields:
+                fields[field] += wrap_field(config.get(field), wrapped) != config.get(field)
+    assert all(fields.values()), fields
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_modules_of_a_family_are_known(family: str, tiny_base: MakeBase) -> None:
+    base = tiny_base(family)
+    description = Harness(base).engine.base
+    known = {*_other_names(NUM_LAYERS), *(site.name for site in description.sites)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert {name for name, _ in model.named_modules() if name} <= known
+    biased = {name.removesuffix(".bias") for name, _ in model.named_parameters() if name.endswith(".bias")}
+    assert biased == {site.name for site in description.sites if site.has_bias}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_configs_give_what_peft_gives(family: str, tiny_base: MakeBase, tmp_path: Path) -> None:
     overrides = {} if family == "phi3" else {"tie_word_embeddings": family.startswith("gemma") or family == "llama"}
@@ -114,7 +202,7 @@ def test_random_configs_give_what_peft_gives(family: str, tiny_base: MakeBase, t
     harness = Harness(base, memory_bytes=16 * 2**20)
     prompt = random_prompt(21, seed=4)
     for number in range(6):
-        config = draw_config(rng, projections)
+        config = draw_config(rng, projections, () if family == "qwen2" else ("all", "lora_only"))
         directory = tmp_path / str(number)
         if not save(directory, base, config, seed=number):
             continue
@@ -131,7 +219,17 @@ def test_random_configs_give_what_peft_gives(family: str, tiny_base: MakeBase, t
 
 
 @pytest.mark.parametrize(
-    "targets", ["q_proj", ".*", ".*layernorm", r".*\.(q_proj|input_layernorm)", ".*self_attn", "nothing", ["self_attn"]]
+    "targets",
+    [
+        "q_proj",
+        ".*",
+        ".*layernorm",
+        r".*\.(q_proj|input_layernorm)",
+        ".*self_attn",
+        "nothing",
+        ["self_attn"],
+        ["q_proj", "mlp"],
+    ],
 )
 def test_where_peft_fails_the_adapter_is_refused(targets: list[str] | str, tiny_base: MakeBase, tmp_path: Path) -> None:
     base = tiny_base("llama")

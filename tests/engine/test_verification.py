@@ -27,8 +27,9 @@ from loraplex.core import (
 )
 from loraplex.engine import AsyncEngine, Engine
 from loraplex.engine.batch import BatchBuilder
-from loraplex.engine.packing import PackedAdapter, holds_exactly, pack_adapter
+from loraplex.engine.packing import PackedAdapter, find_packing_fault, pack_adapter
 from loraplex.engine.probes import PROMPT_LENGTHS, make_probes
+from loraplex.engine.site_check import SiteCheck
 from loraplex.kernels import LoraBatch
 from loraplex.model.gguf_import import ensure_demo_base
 from loraplex.scheduler import StepPlan
@@ -203,8 +204,8 @@ MUTANTS: Mapping[str, Callable[[Adapter], Adapter]] = {
 
 def only_logits_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off the comparison of packed values and that of single linears."""
-    monkeypatch.setattr(verification, "holds_exactly", lambda *_: True)
-    monkeypatch.setattr(engine_module, "adds_exactly", lambda *_: True)
+    monkeypatch.setattr(verification, "find_packing_fault", lambda *_: None)
+    monkeypatch.setattr(SiteCheck, "find_fault", lambda *_: None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -244,7 +245,11 @@ def test_wrong_weights_fail_by_their_values_too(
     monkeypatch.setattr(
         engine_module, "pack_adapter", lambda adapter, *args, **kw: pack_adapter(MUTANTS[mutant](adapter), *args, **kw)
     )
-    assert not harness.engine.compare(adapter).passed
+    figures = harness.engine.compare(adapter)
+    assert not figures.passed
+    assert figures.failure is not None
+    assert "model.layers." in figures.failure
+    assert figures.max_logit_difference < LARGEST, "the logits' own figures stay true"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -254,7 +259,7 @@ def test_wrong_tables_fail(
 ) -> None:
     """Right weights, wrongly used."""
     base = tiny_base("llama")
-    monkeypatch.setattr(engine_module, "adds_exactly", lambda *_: True)
+    monkeypatch.setattr(SiteCheck, "find_fault", lambda *_: None)
     harness = Harness(base, dtype=dtype)
     built = BatchBuilder.lora
 
@@ -329,10 +334,12 @@ def test_values_are_compared_one_by_one(tiny_base: MakeBase, tiny_adapter: MakeA
     adapter = adapter_of(harness, tiny_adapter(base, rank=17))
     sites = harness.engine.base.sites
     packed = pack_adapter(adapter, sites, harness.engine._geometry, torch.float32)
-    assert holds_exactly(packed, adapter, sites)
+    assert find_packing_fault(packed, adapter, sites) is None
     page, offset = int(packed.piece_page[1, -1]), int(packed.piece_offset[1, -1])
     packed.image[page, offset] += 1e-3
-    assert not holds_exactly(packed, adapter, sites)
+    fault = find_packing_fault(packed, adapter, sites)
+    assert fault is not None
+    assert sites[-1].name in fault
 
 
 # ---------------------------------------------------------------------- overflow
@@ -521,7 +528,7 @@ def test_what_fails_inside_a_comparison_is_for_its_caller_only(
     live.start()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "adds_exactly", broken)
+            patch.setattr(SiteCheck, "find_fault", broken)
             with pytest.raises(RuntimeError, match="out of memory"):
                 live.compare(adapter)
         assert live.is_alive

@@ -205,6 +205,21 @@ def test_fingerprint_of_scalars_and_every_dtype(tmp_path: Path) -> None:
     assert len(fingerprint(tmp_path)) == 64
 
 
+def test_a_cache_that_came_with_a_copy_counts_for_nothing(base: Path, tmp_path: Path) -> None:
+    """Other weights of the same size and time of writing, as in images that set all times alike."""
+    before = fingerprint(base)
+    copied = tmp_path / "copy"
+    shutil.copytree(base, copied)
+    assert (copied / FINGERPRINT_CACHE).exists()
+    weights = copied / SINGLE_FILE
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    time = (base / SINGLE_FILE).stat().st_mtime_ns
+    os.utime(weights, ns=(time, time))
+    assert fingerprint(copied) != before
+
+
 def test_fingerprint_is_read_from_its_cache_until_size_or_time_change(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from loraplex.adapters import AdapterLimits, Artifact, check_artifact
 from loraplex.core import BaseDescription
 from loraplex.registry import AdapterFacts, Principal, Registry, RegistryConfig, Role, VerificationResult, VersionInfo
 from loraplex.registry.blobs import StagedBlob
+from loraplex.registry.sandbox_child import names_the_base
 from tests.adapters.factories import make_base, make_config, make_tensors, tensor, write_adapter
 
 BASE = make_base()
@@ -28,8 +29,10 @@ BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
 def check_here(config: StagedBlob, weights: StagedBlob, base: BaseDescription) -> AdapterFacts:
     """A Validator without a child process."""
     artifact = Artifact(config.path.read_bytes(), memoryview(weights.path.read_bytes()))
+    names_base = names_the_base(artifact.weights, base)
     adapter = check_artifact(artifact, base, AdapterLimits())
-    return AdapterFacts(adapter.digest, adapter.max_rank, adapter.num_bytes, adapter.targets, adapter.declared_base)
+    declared = adapter.declared_base
+    return AdapterFacts(adapter.digest, adapter.max_rank, adapter.num_bytes, adapter.targets, declared, names_base)
 
 
 class Clock:

@@ -277,6 +277,6 @@ def test_the_heads_file_is_compacted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_change_without_an_audit_entry_does_not_commit(world: World) -> None:
     before = read_rows(world)
-    with pytest.raises(RuntimeError, match="must be recorded"), world.registry._store.change():
+    with pytest.raises(RuntimeError, match="must be recorded"), world.registry._store.change(OPERATOR):
         pass
     assert read_rows(world) == before

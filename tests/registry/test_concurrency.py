@@ -123,7 +123,7 @@ def test_without_the_comparison_the_history_is_illegal(make_world: MakeWorld, mo
 def test_the_pointer_itself_compares_revisions(world: World) -> None:
     """The second guard, inside the statement: a stale revision moves nothing."""
     fill(world)
-    with world.registry._store.change() as change:
+    with world.registry._store.change(OPERATOR) as change:
         owner = repository.Owner(world.registry.tenants.list(OPERATOR)[0].tenant_id, "acme")
         adapter = repository.find_adapter(change.connection, owner, "sup")
         assert adapter is not None

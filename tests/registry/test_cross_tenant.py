@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.core import LoraplexError, ModelNotFound
-from loraplex.registry import PermissionDenied, Principal, Role, TenantNotFound, access, resolver
+from loraplex.core import AdapterRefused, LoraplexError, ModelNotFound
+from loraplex.registry import NotInMemory, PermissionDenied, Principal, Role, TenantNotFound, access, resolver
 
-from .helpers import BASE, OPERATOR, PASSED, World, adapter_dir
+from .helpers import BASE, OPERATOR, PASSED, World, adapter_dir, bad_adapter_dir
 
 TENANTS = ("acme", "globex", "hooli", "initech", "umbrella")
 ADAPTERS = ("one", "two", "three")
@@ -226,3 +226,109 @@ def test_a_grant_opens_one_adapter_to_one_tenant(filled: World) -> None:
     for operation in ADMIN_OPERATIONS.values():  # a grant lets call, not manage
         with pytest.raises(TenantNotFound):
             operation(filled, admin, Target("globex", "one", "a" * 12, filled.folder))
+
+
+@pytest.fixture
+def bound(filled: World) -> World:
+    """acme also has an adapter in each state; globex's `one` and `two` are granted to acme, acme's `one` to globex."""
+    adapters = filled.registry.adapters
+    filled.verified("acme", "idle", seed=1)
+    filled.publish("acme", "unverified", seed=1)
+    with pytest.raises(AdapterRefused):
+        filled.registry.publish(
+            OPERATOR, "acme", "refused", bad_adapter_dir(filled.folder), BASE, base_fingerprint=BASE.fingerprint
+        )
+    filled.active("acme", "deleted", seed=1)
+    adapters.delete(OPERATOR, "acme", "deleted")
+    for owner, adapter, grantee in (("globex", "one", "acme"), ("globex", "two", "acme"), ("acme", "one", "globex")):
+        adapters.grant(OPERATOR, owner, adapter, grantee)
+    return filled
+
+
+def spellings(tenant: str, adapter: str, caller: str) -> list[str]:
+    """Every way in which a caller can write an adapter, with and without versions that exist."""
+    paths = [f"{tenant}/{adapter}", *([adapter] if tenant == caller else [])]
+    return [path + version for path in paths for version in ("", "@1", "@2", "@7")]
+
+
+def recalled(world: World, caller: Principal, model: str) -> tuple[str, str, str] | None:
+    """`outcome` from memory; that memory does not know is an answer too."""
+    try:
+        return outcome(lambda: world.registry.recall_version(caller, model, BASE), model)
+    except NotInMemory:
+        return "NotInMemory", "", ""
+
+
+def bound_leaks(world: World, caller: Principal, mine: tuple[str, str]) -> list[str]:
+    """Models besides its own of which a bound key learns more than that there is nothing."""
+    registry, leaks, tried = world.registry, [], 0
+    nothing = outcome(lambda: registry.resolve(caller, ABSENT, BASE), ABSENT)
+    assert nothing is not None
+    assert nothing[:2] == ("ModelNotFound", "model_not_found")
+    places = [(tenant, adapter) for tenant in TENANTS for adapter in ADAPTERS]
+    places += [("acme", state) for state in ("idle", "unverified", "refused", "deleted")]
+    models = [model for place in places if place != mine for model in spellings(*place, caller.tenant)]
+    for model in [*models, BASE.name, f"{ABSENT}/{ABSENT}"]:
+        answers = [
+            outcome(lambda: registry.resolve(caller, model, BASE), model),  # noqa: B023
+            recalled(world, caller, model),
+        ]
+        leaks += [model] if answers != [nothing, nothing] else []
+        tried += 1
+    assert tried >= 4 * 14
+    return leaks
+
+
+BINDINGS = [  # key of, bound to, owner and adapter
+    ("acme", "one", ("acme", "one")),
+    ("acme", "acme/one", ("acme", "one")),
+    ("acme", "globex/one", ("globex", "one")),
+    ("globex", "acme/one", ("acme", "one")),
+    ("hooli", "three", ("hooli", "three")),
+]
+
+
+@pytest.mark.parametrize(("tenant", "binding", "mine"), BINDINGS)
+def test_a_bound_key_meets_nothing_but_its_adapter(
+    bound: World, tenant: str, binding: str, mine: tuple[str, str]
+) -> None:
+    """Callers x adapters in every state x spellings, from the database and from memory: all exactly as absent."""
+    open_key = bound.principal(tenant)  # warms the memory with all that the tenant may call
+    for model in (*ADAPTERS, "globex/two", "acme/one", "idle@1"):
+        outcome(lambda: bound.registry.resolve(open_key, model, BASE), "")  # noqa: B023
+    caller = bound.principal(tenant, bound_adapter=binding)
+    own = mine[1] if mine[0] == tenant else "/".join(mine)
+    assert caller.bound_adapter == own
+    assert bound_leaks(bound, caller, mine) == []
+    allowed = [None, *(model for model in spellings(*mine, tenant) if not model.endswith("@7"))]
+    for model in allowed:  # the positive control: its own, in all spellings
+        found = bound.registry.resolve(caller, model, BASE)
+        assert found is not None
+        assert (found.tenant, found.ref.name) == (mine[0], own)
+    assert [model.ref.name for model in bound.registry.list_models(caller, BASE).models] == [own]
+    before = snapshot(bound)
+    for target in [*targets_of(bound, tenant), *targets_of(bound, mine[0])]:
+        for operation in {**ADMIN_OPERATIONS, **OPERATOR_OPERATIONS}.values():
+            with pytest.raises(PermissionDenied):
+                operation(bound, caller, target)
+    assert snapshot(bound) == before
+
+
+def targets_of(world: World, tenant: str) -> list[Target]:
+    return [Target(tenant, adapter, "a" * 12, adapter_dir(world.folder, 1)) for adapter in ADAPTERS]
+
+
+def test_states_are_told_to_a_key_that_is_not_bound(bound: World) -> None:
+    """The floor of the test above: there is something to tell."""
+    caller = bound.principal("acme")
+    models = ("idle", "unverified@1", "refused@1", "deleted", "globex/one")
+    answers = [outcome(lambda: bound.registry.resolve(caller, model, BASE), model) for model in models]  # noqa: B023
+    told = [answer[0] if answer is not None else None for answer in answers]
+    assert told == ["AdapterNotActive", "AdapterNotVerified", "AdapterNotVerified", "AdapterDeleted", None]
+
+
+def test_a_binding_that_is_looked_at_last_tells_states(bound: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: without the comparison of addresses before the look-up."""
+    caller = bound.principal("acme", bound_adapter="one")
+    monkeypatch.setattr(resolver, "_place", lambda principal, address: ())
+    assert set(bound_leaks(bound, caller, ("acme", "one"))) >= {"idle", "deleted", "acme/unverified@1", "globex/two"}

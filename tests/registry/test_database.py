@@ -1,8 +1,10 @@
 """Opening, migrating, and what errors of the database look like."""
 
+import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import text
 
 from loraplex.core import ConfigError
-from loraplex.registry import Registry, RegistryConfig, RegistryUnavailable
+from loraplex.registry import Registry, RegistryConfig, RegistryUnavailable, Role
 from loraplex.registry.database import Database
 from loraplex.registry.schema import TENANT_TABLES, metadata
 
@@ -104,6 +106,76 @@ def test_a_locked_database_is_unavailable_and_recovers(tmp_path: Path, monkeypat
             other.rollback()
         other.close()
         registry.tenants.create(OPERATOR, "acme")
+
+
+def take_away(path: Path) -> None:
+    path.rename(path.with_suffix(".away"))
+
+
+def replace_by_a_copy(path: Path) -> None:
+    shutil.copy(path, path.with_suffix(".copy"))
+    take_away(path)
+    path.with_suffix(".copy").rename(path)
+
+
+@pytest.mark.parametrize("lose", [take_away, replace_by_a_copy])
+def test_a_database_file_that_is_another_is_noticed(
+    tmp_path: Path, lose: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that are open would write to a file without a name, and lose all of it."""
+    path = tmp_path / "registry.db"
+    with Registry(RegistryConfig(tmp_path)) as registry:
+        registry.tenants.create(OPERATOR, "acme")
+        key = registry.keys.create(OPERATOR, "acme", Role.TENANT_ADMIN).key.reveal()
+        registry.authenticate(key)
+        lose(path)
+        for call in (
+            lambda: registry.tenants.create(OPERATOR, "globex"),
+            lambda: registry.tenants.list(OPERATOR),
+            lambda: registry.keys.create(OPERATOR, "acme", Role.TENANT),
+        ):
+            with pytest.raises(RegistryUnavailable, match="database file"):
+                call()
+        cache = registry._store.cache
+        later = cache._now() + 6.0
+        monkeypatch.setattr(cache, "_now", lambda: later)  # past what memory may answer for
+        with pytest.raises(RegistryUnavailable, match="database file"):
+            registry.check_ready()
+        with pytest.raises(RegistryUnavailable, match="database file"):
+            registry.authenticate(key)
+        assert path.exists() == (lose is replace_by_a_copy)  # none was made in its place
+        path.with_suffix(".away").rename(path)
+        registry.check_ready()  # the same one is back
+        registry.tenants.create(OPERATOR, "globex")
+        assert registry.verify_audit(OPERATOR).ok
+    with Registry(RegistryConfig(tmp_path)) as registry:
+        assert [tenant.name for tenant in registry.tenants.list(OPERATOR)] == ["acme", "globex"]
+
+
+def test_a_change_does_not_commit_to_a_file_that_went_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "registry.db"
+    with Registry(RegistryConfig(tmp_path)) as registry:
+        with (
+            pytest.raises(RegistryUnavailable, match="cannot be reached"),
+            registry._store.change(OPERATOR) as change,
+        ):
+            change.record(None, OPERATOR.key_id, "test")
+            take_away(path)
+        path.with_suffix(".away").rename(path)
+        report = registry.verify_audit(OPERATOR)
+        assert (report.ok, report.num_entries) == (True, 0)
+
+
+def test_a_reader_sees_one_state_however_many_statements_it_makes(world: World) -> None:
+    """A list takes two: an adapter's pointer must not lead to a version that the second does not know."""
+    world.tenant("acme")
+    count = text("SELECT count(*) FROM tenants")
+    with world.registry._store.database.read() as connection:
+        before = connection.execute(count).scalar_one()
+        world.tenant("globex")
+        assert connection.execute(count).scalar_one() == before
+    with world.registry._store.database.read() as connection:
+        assert connection.execute(count).scalar_one() == before + 1
 
 
 def test_sqlite_by_url(tmp_path: Path) -> None:

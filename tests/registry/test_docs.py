@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from loraplex import registry
@@ -55,8 +56,10 @@ def test_every_audited_action_is_documented() -> None:
 
 def test_limits_are_documented() -> None:
     limits, table = RegistryLimits(), TEXT.split("\n## Limits\n")[1].split("\n## ")[0]
-    for field in ("max_keys", "max_adapters", "max_versions"):
-        assert f"| {getattr(limits, field):,} | `RegistryLimits.{field}` |" in table
+    for field in fields(RegistryLimits):
+        value = getattr(limits, field.name)
+        shown = f"{value >> 40} TiB" if field.name == "max_bytes" else f"{value:,}"
+        assert f"| {shown} | `RegistryLimits.{field.name}` |" in table
     assert f"| {MAX_PAGE:,} |" in table
     assert f"| {MAX_TENANT_NAME_CHARS} |" in table
     assert f"| {RESERVE_BYTES >> 20} MiB |" in table

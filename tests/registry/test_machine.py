@@ -143,6 +143,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.states[place] = [VersionState.DELETED] * len(self.states[place])
         self.active[place] = None
         self.deleted.add(place)
+        self.granted.discard(place)
         self.changes += 1
 
     @precondition(lambda self: self.states)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_it_finds_what_loading_finds(store: DirectoryStore, tmp_path: Path) -> N
         adapter.targets,
         "some/base",
     )
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_child_knows_the_whole_base(store: DirectoryStore, tmp_path: Path, has_bias: bool) -> None:
+    """`bias: all` is plain LoRA on a base without biases only."""
+    base = replace(BASE, sites=tuple(replace(site, has_bias=has_bias) for site in BASE.sites))
+    staged = stage(store, adapter_dir(tmp_path, bias="all"))
+    if not has_bias:
+        assert validate_in_subprocess(*staged, base, LIMITS, SANDBOX).max_rank > 0
+        return
+    with pytest.raises(AdapterRefused, match="bias"):
+        validate_in_subprocess(*staged, base, LIMITS, SANDBOX)
 
 
 def refusal(store: DirectoryStore, directory: Path) -> AdapterRefused:

@@ -126,13 +126,14 @@ async def test_figures_are_recorded_as_asked_for_by_the_admin_and_cannot_come_fr
 
 
 async def test_a_failed_comparison_is_kept_and_bars_activation(site: AdminSite, tmp_path: Path) -> None:
-    site.engine.comparison = AdapterComparison(3.0, 0.4, 5.0, 0.01)
+    site.engine.comparison = AdapterComparison(3.0, 0.4, 5.0, 0.01, "the pages hold other weights")
     at = "tenants/acme/adapters/support"
     async with site.client(site.admin) as client:
         await upload(client, tmp_path)
         verified = await good(await client.post(f"{at}/versions/1/verify", json={}))
         assert (verified["version"]["state"], verified["verification"]["passed"]) == ("validated", False)
         assert verified["verification"]["max_logit_difference"] == 3.0
+        assert verified["verification"]["failure"] == "the pages hold other weights"
         refused = await client.post(f"{at}/activate", json={"version": 1})
     assert_error(refused, 409, code="adapter_not_verified")
 

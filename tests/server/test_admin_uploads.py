@@ -12,7 +12,7 @@ import pytest
 
 from loraplex.adapters import AdapterLimits
 from loraplex.core import AdapterRefused, BaseDescription, LoraplexError
-from loraplex.registry import AdapterFacts, Registry, RegistryConfig, StoreFull
+from loraplex.registry import AdapterFacts, Registry, RegistryConfig, Role, StoreFull
 from loraplex.registry.blobs import StagedBlob
 from loraplex.registry.uploads import MAX_UPLOADS, Uploads
 from loraplex.server.admin_uploads import UploadForm
@@ -54,9 +54,11 @@ FILES = (part("config", GOOD_CONFIG), part("weights", GOOD_WEIGHTS))
 CLAIM = part("base_fingerprint", FINGERPRINT.encode())
 
 
-async def send(site: AdminSite, content: Any, headers: dict[str, str] = TYPE) -> httpx.Response:
-    async with site.client(site.admin) as client:
-        return await client.post(PATH, content=content, headers=headers)
+async def send(
+    site: AdminSite, content: Any, headers: dict[str, str] = TYPE, *, key: str | None = None, path: str = PATH
+) -> httpx.Response:
+    async with site.client(key or site.admin) as client:
+        return await client.post(path, content=content, headers=headers)
 
 
 def num_versions(site: AdminSite) -> int:
@@ -211,7 +213,15 @@ async def test_uploads_have_places(site: AdminSite, tmp_path: Path) -> None:
         await gate.wait()
         yield FILES[1] + CLAIM + b"--xyz--\r\n"
 
-    running = [asyncio.create_task(send(site, waiting())) for _ in range(MAX_UPLOADS)]
+    tenants = [f"t{number}" for number in range(MAX_UPLOADS)]
+    for tenant in tenants:
+        site.world.tenant(tenant)
+    running = [
+        asyncio.create_task(
+            send(site, waiting(), key=site.world.key(tenant, Role.TENANT_ADMIN), path=PATH.replace("acme", tenant))
+        )
+        for tenant in tenants
+    ]
     uploads = tmp_path / "data" / "uploads"
     while len(list(uploads.iterdir())) < MAX_UPLOADS:
         await asyncio.sleep(0.01)
@@ -223,6 +233,55 @@ async def test_uploads_have_places(site: AdminSite, tmp_path: Path) -> None:
     assert [response.status_code for response in done] == [201] * MAX_UPLOADS
     assert (await send(site, whole(*FILES, CLAIM))).status_code == 201
     assert list(uploads.iterdir()) == []
+
+
+async def test_a_tenant_has_one_upload_at_a_time_and_others_go_on(site: AdminSite, tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def waiting() -> AsyncIterator[bytes]:
+        yield FILES[0]
+        await gate.wait()
+        yield FILES[1] + CLAIM + b"--xyz--\r\n"
+
+    running = asyncio.create_task(send(site, waiting()))
+    while not list((tmp_path / "data" / "uploads").iterdir()):
+        await asyncio.sleep(0.01)
+    refused = await send(site, whole(*FILES, CLAIM))
+    assert_error(refused, 429, code="caller_limit")
+    assert refused.headers["retry-after"] == "5"
+    other = await send(site, whole(*FILES, CLAIM), key=site.operator, path=PATH.replace("acme", "beta"))
+    assert other.status_code == 201
+    gate.set()
+    assert (await running).status_code == 201
+    assert (await send(site, whole(*FILES, CLAIM))).status_code == 201
+
+
+async def test_an_upload_that_trickles_is_given_up(site: AdminSite, tmp_path: Path) -> None:
+    """Each byte comes in time, and all of them together would take for ever."""
+    sent = 0
+
+    async def trickle() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield FILES[0] + part("weights", b"")[:-2]
+        while sent < 100:
+            sent += 1
+            await asyncio.sleep(0.1)
+            yield b"x"
+
+    assert_error(await send(site, trickle()), 408, code="request_timeout")
+    assert 10 < sent < 40  # the site gives a client 2 s
+    assert leftovers(tmp_path / "data") == []
+
+
+async def test_an_upload_that_is_slow_and_steady_is_taken(site: AdminSite) -> None:
+    data = whole(FILES[0], part("weights", bytes(80 * 2**10)), CLAIM)  # nothing to serve, and at 32 KB/s
+
+    async def steady() -> AsyncIterator[bytes]:
+        for number in range(0, len(data), len(data) // 25 + 1):
+            await asyncio.sleep(0.1)
+            yield data[number : number + len(data) // 25 + 1]
+
+    assert_error(await send(site, steady()), 400, code="adapter_refused")
 
 
 async def test_an_upload_without_room_is_refused(site: AdminSite, monkeypatch: pytest.MonkeyPatch) -> None:

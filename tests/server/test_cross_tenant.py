@@ -1,7 +1,7 @@
 """Over HTTP nobody reaches what is another's (RELIABILITY.md, T09): callers, owners, routes, key states, forms."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from loraplex.registry import Principal, Role, resolver
 from loraplex.registry.keys import _BASE32, _BASE62, _checksum
 from loraplex.server import ServerConfig
 from loraplex.server import app as app_module
+from loraplex.server.callers import Access, Caller
 from loraplex.testing import fake_text
 from tests.registry.helpers import OPERATOR, Clock
 
@@ -171,6 +172,88 @@ async def test_an_operator_calls_only_what_is_its_tenants(site: Site) -> None:
     async with site.client(site.operator_key("acme")) as client:
         for model, status in (("acme-one", 200), ("globex/globex-one", 404), ("globex-one", 404)):
             assert (await client.post("/v1/completions", json=ask(model))).status_code == status
+
+
+# ---------------------------------------------------------------------- bound keys
+def bound_key(site: Site, tenant: str, adapter: str) -> str:
+    return site.world.key(tenant, bound_adapter=adapter)
+
+
+async def count_bound_leaks(site: Site) -> tuple[int, int]:
+    """How often an answer to a bound key about what it may not use differs from one about nothing."""
+    leaks = tried = 0
+    for tenant in TENANTS[:2]:
+        mine = adapter_of(tenant, "one")
+        others = [
+            *(form for kind in KINDS[1:] for form in forms(site, tenant, kind).values()),  # of its own tenant
+            *forms(site, "hooli", "one").values(),
+            BASE_NAME,
+            site.digest(tenant, mine),
+            f"{tenant}/{mine}@7",
+        ]
+        async with site.client(bound_key(site, tenant, mine)) as client:
+            for route in MODEL_ROUTES.values():
+                for call in route:
+                    nothing = seen(await call(client, "nothing"), "nothing")
+                    assert nothing.status == 404
+                    for model in others:
+                        leaks += seen(await call(client, model), model) != nothing
+                        tried += 1
+    return leaks, tried
+
+
+async def test_a_bound_key_sees_nothing_but_its_adapter(site: Site) -> None:
+    leaks, tried = await count_bound_leaks(site)
+    assert leaks == 0
+    assert tried == 2 * 6 * (3 * len(FORMS) + 3)
+    assert site.engine.started == []
+    assert site.engine.held == {}
+
+
+async def test_a_bound_key_reaches_its_adapter_by_every_name_and_by_none(site: Site) -> None:
+    """The positive control."""
+    digest = site.digest("acme", "acme-one")
+    async with site.client(bound_key(site, "acme", "acme-one")) as client:
+        for model in (None, "acme-one", "acme-one@1", "acme/acme-one", "acme/acme-one@1"):
+            response = await client.post("/v1/completions", json=ask(model))
+            assert response.status_code == 200
+            assert response.json()["choices"][0]["text"] == fake_text(digest, HELLO, 4)
+        cards = (await client.get("/v1/models")).json()
+        assert [card["id"] for card in cards["data"]] == ["acme-one"]
+        assert not cards["has_more"]
+
+
+async def test_a_bound_key_manages_nothing(site: Site) -> None:
+    async with site.client(bound_key(site, "acme", "acme-one")) as client:
+        for spec in app_module.route_table(site.app.state.service):
+            if spec.access in (Access.ADMIN, Access.OPERATOR):
+                path = spec.path.replace("{tenant}", "acme").replace("{name}", "acme-one").replace("{version}", "1")
+                path = path.replace("{key_id}", "a" * 12).replace("{grantee}", "globex")
+                assert_error(await client.request(spec.method, path, json={}), 403, code="permission_denied")
+
+
+async def test_a_key_bound_to_a_granted_adapter_loses_it_with_the_grant(site: Site) -> None:
+    site.registry.adapters.grant(OPERATOR, "globex", "globex-one", "acme")
+    async with site.client(bound_key(site, "acme", "globex/globex-one")) as client:
+        for model in (None, "globex/globex-one"):
+            assert (await client.post("/v1/completions", json=ask(model))).status_code == 200
+        assert (await client.post("/v1/completions", json=ask("acme-one"))).status_code == 404
+        site.registry.adapters.revoke_grant(OPERATOR, "globex", "globex-one", "acme")
+        for model in (None, "globex/globex-one"):
+            assert_error(await client.post("/v1/completions", json=ask(model)), 404, "model", "model_not_found")
+
+
+async def test_without_the_check_of_bindings_a_bound_key_reaches_others(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: a server that forgets what a key is bound to."""
+    real = Caller.__init__
+
+    def forgetful(self: Caller, principal: Principal | None, role: Role) -> None:
+        real(self, None if principal is None else replace(principal, bound_adapter=None), role)
+
+    monkeypatch.setattr(Caller, "__init__", forgetful)
+    assert (await count_bound_leaks(site))[0] > 0
 
 
 # ---------------------------------------------------------------------- key states x all routes

@@ -10,16 +10,44 @@ from collections.abc import Callable
 import pytest
 
 from loraplex.adapters import Adapter
-from loraplex.core import AdapterDigest, Overloaded, ServerError
+from loraplex.core import AdapterDigest, AdapterRefused, CallerLimitReached, Overloaded, ServerError
 from loraplex.core.registry_errors import ArtifactCorrupt
-from loraplex.server.host_adapters import HostAdapters
+from loraplex.server.host_adapters import AdapterSource, HostAdapters, HostLoad
+from loraplex.server.host_room import HostRoom, share_of
 from loraplex.testing import FakeEngine
 
 from .helpers import until
 
 pytestmark = pytest.mark.anyio
 
-A, B, C = (AdapterDigest(letter * 64) for letter in "abc")
+A, B, C, D = (AdapterDigest(letter * 64) for letter in "abcd")
+TENANT = "acme"
+
+
+class Host:
+    """HostAdapters for one tenant, or for several that are named."""
+
+    def __init__(
+        self, engine: FakeEngine, max_adapters: int, *, max_bytes: int = 10**9, patience_s: float = 0.02
+    ) -> None:
+        self.adapters = HostAdapters(engine, HostRoom(max_adapters, max_bytes), patience_s)
+
+    @property
+    def num_ready(self) -> int:
+        return self.adapters.num_ready
+
+    async def load(
+        self, digest: AdapterDigest, key: str, read: Callable[[], Adapter], tenant: str = TENANT, num_bytes: int = 1
+    ) -> HostLoad:
+        return await self.adapters.acquire(tenant, AdapterSource(digest, num_bytes, key, read))
+
+    async def acquire(self, digest: AdapterDigest, key: str, read: Callable[[], Adapter]) -> float | None:
+        """The seconds that a request of the one tenant waited for the read; None where there was none."""
+        load = await self.load(digest, key, read)
+        return load.waited_s if load.was_read else None
+
+    def release(self, digest: AdapterDigest, tenant: str = TENANT) -> None:
+        self.adapters.release(tenant, digest)
 
 
 def adapter(digest: AdapterDigest) -> Adapter:
@@ -59,7 +87,7 @@ def store() -> Store:
 
 
 async def test_the_first_waits_and_the_next_do_not(engine: FakeEngine, store: Store) -> None:
-    host = HostAdapters(engine, 2)
+    host = Host(engine, 2)
     first = await host.acquire(A, "x", store.read(A))
     assert first is not None
     assert first > 0
@@ -68,7 +96,7 @@ async def test_the_first_waits_and_the_next_do_not(engine: FakeEngine, store: St
 
 
 async def test_the_least_recently_used_goes_first(engine: FakeEngine, store: Store) -> None:
-    host = HostAdapters(engine, 2)
+    host = Host(engine, 2)
     for digest in (A, B, A, C):
         await host.acquire(digest, "x", store.read(digest))
         host.release(digest)
@@ -77,7 +105,8 @@ async def test_the_least_recently_used_goes_first(engine: FakeEngine, store: Sto
 
 
 async def test_what_is_leased_or_being_read_stays(engine: FakeEngine, store: Store) -> None:
-    host = HostAdapters(engine, 2)
+    host = Host(engine, 3)
+    await host.load(D, "x", store.read(D), "other")
     await host.acquire(A, "x", store.read(A))
     store.open.clear()
     reading = asyncio.create_task(host.acquire(B, "x", store.read(B)))
@@ -92,7 +121,7 @@ async def test_what_is_leased_or_being_read_stays(engine: FakeEngine, store: Sto
 
 
 async def test_two_leases_are_given_back_one_by_one(engine: FakeEngine, store: Store) -> None:
-    host = HostAdapters(engine, 1)
+    host = Host(engine, 1)
     for _ in range(2):
         await host.acquire(A, "x", store.read(A))
     host.release(A)
@@ -103,7 +132,7 @@ async def test_two_leases_are_given_back_one_by_one(engine: FakeEngine, store: S
 
 
 async def test_a_failure_is_told_to_all_who_wait_and_leaves_nothing(engine: FakeEngine, store: Store) -> None:
-    host = HostAdapters(engine, 1)
+    host = Host(engine, 1)
     store.failure = ArtifactCorrupt("it is broken")
     store.open.clear()
     waiting = [asyncio.create_task(host.acquire(A, "x", store.read(A))) for _ in range(5)]
@@ -120,7 +149,7 @@ async def test_a_failure_is_told_to_all_who_wait_and_leaves_nothing(engine: Fake
 
 async def test_a_failure_of_one_source_is_not_that_of_another(engine: FakeEngine, store: Store) -> None:
     """Two tenants may keep the same weights; that the files of one are broken is no matter of the other."""
-    host = HostAdapters(engine, 1)
+    host = Host(engine, 1)
     broken, whole = Store(), Store()
     broken.failure = ArtifactCorrupt("it is broken")
     whole.open.clear()
@@ -135,7 +164,7 @@ async def test_a_failure_of_one_source_is_not_that_of_another(engine: FakeEngine
 
 
 async def test_who_leaves_while_waiting_takes_nothing_with_it(engine: FakeEngine, store: Store) -> None:
-    host = HostAdapters(engine, 1)
+    host = Host(engine, 1)
     store.open.clear()
     leaving, staying = (asyncio.create_task(host.acquire(A, "x", store.read(A))) for _ in range(2))
     await until(lambda: bool(store.reads))
@@ -150,7 +179,7 @@ async def test_who_leaves_while_waiting_takes_nothing_with_it(engine: FakeEngine
 
 
 async def test_a_read_that_nobody_waits_for_any_more_ends_and_is_kept(engine: FakeEngine, store: Store) -> None:
-    host = HostAdapters(engine, 1)
+    host = Host(engine, 1)
     store.open.clear()
     leaving = asyncio.create_task(host.acquire(A, "x", store.read(A)))
     await until(lambda: bool(store.reads))
@@ -162,16 +191,132 @@ async def test_a_read_that_nobody_waits_for_any_more_ends_and_is_kept(engine: Fa
 
 
 async def test_other_weights_than_were_asked_for_are_refused(engine: FakeEngine, store: Store) -> None:
-    host = HostAdapters(engine, 1)
+    host = Host(engine, 1)
     with pytest.raises(ServerError, match="was read where"):
         await host.acquire(A, "x", store.read(A, given=B))
     assert engine.held == {}
 
 
+# ---------------------------------------------------------------------- shares, bytes, who is next
+async def lease(host: Host, store: Store, tenant: str, *digests: AdapterDigest, num_bytes: int = 1) -> None:
+    for digest in digests:
+        await host.load(digest, "x", store.read(digest), tenant, num_bytes)
+
+
+@pytest.mark.parametrize(("total", "share"), [(1, 1), (2, 1), (3, 2), (4, 3), (256, 192)])
+def test_a_share_is_three_quarters_and_leaves_something(total: int, share: int) -> None:
+    assert share_of(total) == share
+
+
+async def test_one_tenant_cannot_use_all_places(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 3)
+    await lease(host, store, "greedy", A, B)
+    with pytest.raises(CallerLimitReached, match="--max-cpu-loras"):
+        await lease(host, store, "greedy", C)
+    await lease(host, store, "greedy", A)  # one more request on what it uses takes no more of the share
+    await lease(host, store, "other", C)
+    with pytest.raises(Overloaded, match="--max-cpu-loras"):
+        await lease(host, store, "other", D)
+    assert set(engine.held) == {A, B, C}
+
+
+async def test_what_lies_idle_is_no_part_of_a_share(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 3)
+    for digest in (A, B, C):
+        await lease(host, store, "greedy", digest)
+        host.release(digest, "greedy")
+    assert set(engine.held) == {A, B, C}
+    await lease(host, store, "other", D)
+    assert engine.retired == [A]
+
+
+async def test_a_request_waits_a_little_for_a_place(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 1, patience_s=5)
+    await lease(host, store, "a", A)
+    waiting = asyncio.create_task(lease(host, store, "b", B))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    host.release(A, "a")
+    await waiting
+    assert set(engine.held) == {B}
+
+
+async def test_a_free_place_goes_to_the_tenant_that_uses_least(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 4, patience_s=5)
+    await lease(host, store, "greedy", A, B)
+    await lease(host, store, "other", C, D)
+    e, f = (AdapterDigest(letter * 64) for letter in "ef")
+    first = asyncio.create_task(lease(host, store, "greedy", e))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(lease(host, store, "third", f))
+    await asyncio.sleep(0.01)
+    host.release(C, "other")
+    await second
+    assert not first.done()
+    host.release(D, "other")
+    await first
+
+
+async def test_who_is_cancelled_while_waiting_or_just_let_in_holds_nothing(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 1, patience_s=5)
+    await lease(host, store, "a", A)
+    for let_in in (False, True):
+        waiting = asyncio.create_task(lease(host, store, "b", B))
+        await asyncio.sleep(0.01)
+        if let_in:
+            host.release(A, "a")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    await lease(host, store, "c", C)
+    assert set(engine.held) == {C}
+
+
+async def test_bytes_are_bounded_and_idle_adapters_make_room(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 100, max_bytes=100)
+    for digest in (A, B):
+        await lease(host, store, TENANT, digest, num_bytes=45)
+        host.release(digest)
+    await lease(host, store, TENANT, C, num_bytes=40)
+    assert (engine.retired, set(engine.held)) == ([A], {B, C})
+    with pytest.raises(CallerLimitReached, match="75 bytes"):
+        await lease(host, store, TENANT, D, num_bytes=36)
+    await lease(host, store, "other", D, num_bytes=60)
+    assert engine.retired == [A, B]
+    with pytest.raises(Overloaded, match="--cpu-lora-memory"):
+        await lease(host, store, "third", A, num_bytes=1)
+    with pytest.raises(AdapterRefused, match="--cpu-lora-memory"):
+        await lease(host, store, "third", A, num_bytes=101)
+
+
+# ---------------------------------------------------------------------- what a tenant is told
+async def test_nobody_learns_from_cold_that_others_have_the_same_weights(engine: FakeEngine, store: Store) -> None:
+    host, told = Host(engine, 4), []
+    for tenant in ("a", "b", "a", "b"):
+        load = await host.load(A, tenant, store.read(A), tenant)
+        told.append(load.told_s)
+        host.release(A, tenant)
+    assert store.reads == [A]
+    assert told[0] is not None
+    assert told == [told[0], told[0], None, None]
+
+
+async def test_what_a_tenant_used_long_ago_is_cold_to_it_even_if_others_keep_it(
+    engine: FakeEngine, store: Store
+) -> None:
+    host = Host(engine, 3)
+    await lease(host, store, "other", A)
+    for digest in (A, B, C, D):
+        await lease(host, store, TENANT, digest)
+        host.release(digest)
+    load = await host.load(A, "x", store.read(A))
+    assert (load.was_read, load.told_s is None) == (False, False)
+
+
 @pytest.mark.parametrize("seed", range(5))
 async def test_random_requests_that_fail_leave_and_wait_leave_no_lease(engine: FakeEngine, seed: int) -> None:
     rng, max_adapters = random.Random(seed), 3
-    host, in_use = HostAdapters(engine, max_adapters), Counter[AdapterDigest]()
+    host, in_use = Host(engine, max_adapters, patience_s=0.001), Counter[AdapterDigest]()
     digests = [AdapterDigest(letter * 64) for letter in "abcdef"]
     outcomes: Counter[str] = Counter()
 
@@ -187,15 +332,15 @@ async def test_random_requests_that_fail_leave_and_wait_leave_no_lease(engine: F
         return load
 
     async def request() -> None:
-        digest = rng.choice(digests)
-        await host.acquire(digest, rng.choice("xy"), read(digest))
+        digest, tenant = rng.choice(digests), rng.choice(("one", "two", "three"))
+        await host.load(digest, rng.choice("xy"), read(digest), tenant)
         in_use[digest] += 1
         try:
             await asyncio.sleep(rng.random() * 0.005)
             assert digest in engine.held, "weights went while they were leased"
         finally:
             in_use[digest] -= 1
-            host.release(digest)
+            host.release(digest, tenant)
 
     async def client() -> None:
         for _ in range(30):
@@ -209,8 +354,11 @@ async def test_random_requests_that_fail_leave_and_wait_leave_no_lease(engine: F
             assert len(engine.held) <= max_adapters
 
     await asyncio.gather(*(client() for _ in range(6)))
-    await until(lambda: all(not entry.loads for entry in host._entries.values()))
+    await until(lambda: all(not entry.loads for entry in host.adapters._entries.values()))
     assert outcomes["NoneType"] >= 40
-    assert outcomes.keys() == {"NoneType", "ArtifactCorrupt", "CancelledError", "Overloaded"}
-    assert all(entry.is_ready and not entry.leases for entry in host._entries.values())
-    assert set(host._entries) == set(engine.held)
+    assert outcomes.keys() - {"CallerLimitReached"} == {"NoneType", "ArtifactCorrupt", "CancelledError", "Overloaded"}
+    room = host.adapters._room
+    assert (room._num_adapters, room._num_bytes, room._adapters_used) == (len(engine.held), len(engine.held), {})
+    assert not host.adapters._line._waiting
+    assert all(entry.is_ready and not entry.leases for entry in host.adapters._entries.values())
+    assert set(host.adapters._entries) == set(engine.held)

@@ -253,19 +253,41 @@ async def test_what_falls_out_of_host_memory_comes_back(tmp_path: Path) -> None:
 
 
 async def test_leased_adapters_stay_and_one_too_many_is_told_to_wait(tmp_path: Path) -> None:
-    site = Site(tmp_path, engine=fake_engine(delay_s=0.02), config=ServerConfig(max_host_adapters=2))
-    key = site.tenant("acme", "a", "b", "c")
-    async with site.client(key) as client:
-        running = [asyncio.create_task(complete(client, model, max_tokens=20)) for model in ("a", "b")]
+    config = ServerConfig(max_host_adapters=2, host_patience_s=0.01)
+    site = Site(tmp_path, engine=fake_engine(delay_s=0.02), config=config)
+    keys = [site.tenant(name, "a", "b", first_seed=seed) for name, seed in (("acme", 1), ("globex", 5), ("hooli", 9))]
+    async with site.client(keys[0]) as client, site.client(keys[1]) as other, site.client(keys[2]) as third:
+        running = [asyncio.create_task(complete(one, "a", max_tokens=20)) for one in (client, other)]
         await until(lambda: len(site.engine.running) == 2)
-        response = await client.post("/v1/completions", json=ask("c"))
-        assert_error(response, 503, code="overloaded")
-        assert "--max-cpu-loras" in response.json()["error"]["message"]
-        assert response.headers["retry-after"] == "1"
+        mine, theirs = [await one.post("/v1/completions", json=ask("b")) for one in (client, third)]
+        assert_error(mine, 429, code="caller_limit")
+        assert_error(theirs, 503, code="overloaded")
+        for response in (mine, theirs):
+            assert "--max-cpu-loras" in response.json()["error"]["message"]
+            assert response.headers["retry-after"] == "1"
         assert (await complete(client, BASE_NAME))["model"] == BASE_NAME
-        assert [answer["model"] for answer in await asyncio.gather(*running)] == ["a@1", "b@1"]
+        assert [answer["model"] for answer in await asyncio.gather(*running)] == ["a@1", "a@1"]
         assert site.engine.retired == []
-        assert (await complete(client, "c"))["model"] == "c@1"
+        assert (await complete(client, "b"))["model"] == "b@1"
+    site.close()
+
+
+async def test_the_second_tenant_of_the_same_weights_is_told_what_the_first_was(tmp_path: Path) -> None:
+    """And what the engine says of its pool, which is the same for all, goes to the log alone."""
+    site = Site(tmp_path)
+    keys = [site.tenant(name, "a") for name in ("acme", "globex")]
+    assert site.digest("acme", "a") == site.digest("globex", "a")
+    told = []
+    for engine_cold in (False, True):
+        site.engine.cold, site.engine.load_s = engine_cold, 0.5
+        for key in keys:
+            async with site.client(key) as client:
+                found = (await complete(client, "a"))["x_loraplex"]
+                told.append((found["cold"], found["load_s"]))
+    assert told[0][0]
+    assert told == [told[0], (True, told[1][1]), (False, 0.0), (False, 0.0)]
+    assert told[1][1] > 0
+    assert [line["cold"] for line in site.lines()] == [True, False, True, True]
     site.close()
 
 
@@ -274,7 +296,8 @@ async def test_without_leases_running_requests_lose_their_weights(
 ) -> None:
     """The mutant of the test above: an LRU that drops what requests use."""
     monkeypatch.setattr(host_adapters._Entry, "is_idle", property(lambda entry: entry.is_ready))
-    monkeypatch.setattr(host_adapters.HostAdapters, "release", lambda self, digest: None)
+    monkeypatch.setattr(host_adapters.HostAdapters, "release", lambda self, tenant, digest: None)
+    monkeypatch.setattr(host_adapters.HostRoom, "is_within_share", lambda self, tenant, num_bytes: True)
     site = Site(tmp_path, engine=fake_engine(delay_s=0.02), config=ServerConfig(max_host_adapters=1))
     async with site.client(site.tenant("acme", "a", "b")) as client:
         running = asyncio.create_task(complete(client, "a", max_tokens=20))
@@ -327,7 +350,7 @@ def test_a_lease_ends_when_the_client_goes(
             wait_until(lambda: bool(site.engine.running if when == "running" else loads))
         gate.set()
         (entry,) = site.app.state.service.catalog._host._entries.values()
-        wait_until(lambda: entry.is_ready and entry.leases == 0 and not site.engine.running)
+        wait_until(lambda: entry.is_ready and not entry.leases and not site.engine.running)
         wait_until(lambda: bool(site.log.getvalue()))
         assert site.lines()[-1]["status"] in (200, 499)
         assert site.engine.num_output_tokens < 400

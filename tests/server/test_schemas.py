@@ -221,7 +221,7 @@ async def test_a_schema_that_ignores_what_it_does_not_know_is_seen(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: without the refusal, a body with an unknown key goes through."""
-    from loraplex.server import body as body_module
+    from loraplex.server import bodies as body_module
 
     real = body_module.validate
 

@@ -2,18 +2,22 @@
 
 import json
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 
 from loraplex.core.comparison import AdapterComparison
 from loraplex.registry import RegistryConfig, RegistryUnavailable
-from loraplex.server import ServerConfig, auth, context
+from loraplex.server import ServerConfig, auth, context, create_app
+from loraplex.server.redaction import Redactor
+from loraplex.testing import FakeEngine
 from tests.registry.helpers import OPERATOR, adapter_dir, bad_adapter_dir
 
-from .helpers import assert_error
+from .helpers import FakeCatalog, assert_error
 from .registry_world import BASE_NAME, Site, ask
 
 pytestmark = pytest.mark.anyio
@@ -181,6 +185,99 @@ async def test_log_lines_name_caller_and_weights_and_have_one_set_of_fields(site
     assert len({frozenset(line) for line in lines}) == 1
 
 
+async def misplaced(client: httpx.AsyncClient, key: str, root: Path | None) -> list[httpx.Response]:
+    """Requests with a key in every place that a client can write to."""
+    chat = {"model": BASE_NAME, "messages": [{"role": key, "content": "x"}]}
+    bodies = (
+        ask(key),
+        ask(f"acme/{key}@1"),
+        ask("x" * 60 + key),
+        ask(BASE_NAME, temperature=key),
+        ask(BASE_NAME, stop=[key, 5]),
+        ask(BASE_NAME, logit_bias={key: 1}),
+        ask(BASE_NAME, prompt=["x", [key]]),
+        ask(BASE_NAME, **{key: 1}),
+        ask(BASE_NAME, best_of=key),
+        ask(BASE_NAME, service_tier=key),
+    )
+    answers = [await client.post("/v1/completions", json=body, headers={"X-Request-Id": key}) for body in bodies]
+    answers.append(await client.post("/v1/chat/completions", json=chat))
+    answers.append(await client.post("/v1/completions", content=f'{{"{key}":1,"{key}":2}}', headers=JSON))
+    answers.append(await client.post("/v1/completions", content="{}", headers={"Content-Type": key}))
+    answers.append(await client.post("/tokenize", json={"model": key, "prompt": "x"}))
+    answers.append(await client.post("/detokenize", json={"tokens": [key]}))
+    paths = (f"/v1/models/{key}", f"/v1/models/a/{key}", f"/{key}", f"/v1/models?after=&limit={key}")
+    answers.extend([await client.get(path, headers={"X-Request-Id": f"id.{key}"}) for path in paths])
+    for name, lora_path in ((key, str(root)), ("x", f"{root}/{key}"), (f"{key}@1", f"{root}/good")):
+        answers.append(await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": lora_path}))
+    answers.append(await client.post("/v1/unload_lora_adapter", json={"lora_name": key}))
+    paths = (f"tenants/{key}/keys", f"tenants/acme/adapters/{key}", f"tenants/acme/keys?{key}=1")
+    answers.extend([await client.get(f"/admin/v1/{path}") for path in paths])
+    answers.append(await client.post("/admin/v1/tenants", json={"tenant": key + "!"}))
+    return answers
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+async def test_a_key_that_was_written_to_the_wrong_place_does_not_come_back(site: Site) -> None:
+    site.world.tenant("acme")
+    key, other = site.operator_key("acme"), site.world.key("acme")
+    root = site.folder.resolve() / "canary-root"
+    adapter_dir(site.folder, 8).rename(root / "good")
+    for mine in (key, other):
+        async with site.client(key) as client:
+            answers = await misplaced(client, mine, root)
+        assert {answer.status_code for answer in answers} >= {400, 404, 415}
+        assert all(answer.status_code >= 400 for answer in answers)
+        for text in (*(f"{answer.text}{answer.headers}" for answer in answers), site.log.getvalue()):
+            assert mine[9:21] not in text.replace(f'"key_id": "{mine[9:21]}"', ""), text
+            assert mine[22:38] not in text, text
+        assert sum("[redacted]" in answer.text for answer in answers) >= 12
+    assert "[redacted]" in site.log.getvalue()
+
+
+@pytest.mark.parametrize("key", ["canary-key-0001", "canary'-\\-\"-0002", "canary-" + "k" * 100])
+async def test_the_one_key_of_a_server_does_not_come_back(key: str) -> None:
+    log = StringIO()
+    app = create_app(FakeEngine(base_name=BASE_NAME), FakeModels(), ServerConfig(api_key=key), log)
+    transport, headers = httpx.ASGITransport(app), {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+        for model in (key, "x" * 60 + key):
+            answers = [
+                await client.post("/v1/completions", json=ask(model), headers={"X-Request-Id": key[:15]}),
+                await client.post("/v1/completions", json=ask(BASE_NAME, temperature=model)),
+                await client.post("/v1/completions", json=ask(BASE_NAME, **{model: 1})),
+                await client.get(f"/v1/models/{quote(model)}"),
+                await client.get(f"/{quote(model)}"),
+            ]
+            assert all(answer.status_code >= 400 for answer in answers)
+            for text in (*(f"{answer.text}{answer.headers}" for answer in answers), log.getvalue()):
+                assert "canary" not in text, text
+
+
+class FakeModels(FakeCatalog):
+    def resolve(self, model: str) -> Any:
+        return None if model == BASE_NAME else super().resolve(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a lpx_live_abc_DEF b", "a [redacted] b"),
+        ("LPX_LIVE_ABC", "[redacted]"),
+        ("x=canary-1234;canary-12", "x=[redacted];[redacted]"),
+        ("canary-", "canary-"),
+        ("canary-1canary-1234", "[redacted][redacted]"),
+    ],
+)
+def test_keys_and_beginnings_of_them_are_taken_out(text: str, shown: str) -> None:
+    redactor = Redactor("canary-1234")
+    assert redactor.text(text) == shown
+    assert redactor.value({"a": [text, 1]}) == {"a": [shown, 1]}
+    assert Redactor(None).text("canary-1234") == "canary-1234"
+
+
 def test_the_registrys_settings_do_not_show_passwords(tmp_path: Path) -> None:
     config = RegistryConfig(tmp_path, "postgresql://u:canary@h/d", "s3://canary/x")
     assert "canary" not in repr(config)
@@ -188,17 +285,20 @@ def test_the_registrys_settings_do_not_show_passwords(tmp_path: Path) -> None:
 
 
 async def test_a_log_that_holds_what_it_should_not_is_seen(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: a middleware that logs the Authorization header would fail the first test."""
+    """The mutant: a middleware that logs the Authorization header, and no redaction, would fail the first test."""
     key = site.tenant("acme", "one")
     real = context._log_fields
 
-    def leaky(given: context.RequestContext) -> dict[str, object]:
-        return {**real(given), "authorization": tokens[-1] if tokens else None}
+    def leaky(given: context.RequestContext, scope: Any) -> dict[str, object]:
+        return {**real(given, scope), "authorization": tokens[-1] if tokens else None}
 
     tokens: list[str] = []
     bearer = auth.bearer_token
     monkeypatch.setattr(auth, "bearer_token", lambda request: tokens.append(bearer(request)) or tokens[-1])
     monkeypatch.setattr(context, "_log_fields", leaky)
     async with site.client(key) as client:
+        await client.get("/v1/models")
+        assert key[22:] not in site.log.getvalue()
+        monkeypatch.setattr(Redactor, "text", lambda self, text: text)
         await client.get("/v1/models")
     assert key[22:] in site.log.getvalue()

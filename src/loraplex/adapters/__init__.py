@@ -8,6 +8,7 @@ from loraplex.adapters.artifact import Artifact, read_artifact
 from loraplex.adapters.catalog import AdapterCatalog, CatalogEntry
 from loraplex.adapters.digest import digest_modules
 from loraplex.adapters.limits import AdapterLimits
+from loraplex.adapters.safetensors_file import read_metadata
 from loraplex.adapters.types import Adapter, AdapterModule, TensorView
 from loraplex.adapters.validate import check_artifact, load_adapter
 
@@ -23,4 +24,5 @@ __all__ = [
     "digest_modules",
     "load_adapter",
     "read_artifact",
+    "read_metadata",
 ]

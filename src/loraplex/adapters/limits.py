@@ -11,6 +11,8 @@ MAX_TENSOR_DIMS = 8
 MAX_PATTERN_CHARS = 512  # of a regular expression
 MAX_EXPRESSIONS = 256  # regular expressions of one config
 PATTERN_CPU_S = 2  # seconds of processor time for all of them
+MAX_WRAPPERS = 16  # parts of one tensor name that wrappers put there
+MAX_WRAPPINGS = 8  # different ways in which the names of one file are wrapped; each is matched with each module
 DEFAULT_MAX_BYTES = 4 * 2**30
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from loraplex.adapters.limits import MAX_EXPRESSIONS
 from loraplex.adapters.patterns import Pattern, PatternKind, check_pattern
@@ -19,6 +20,7 @@ from loraplex.core import AdapterRefused, RefusalReason
 ALL_LINEAR = "all-linear"
 MAX_PATTERNS = 4096  # entries of rank_pattern, alpha_pattern or layers_pattern; each is compared with each site
 _MAX_RANK = 2**31 - 1
+_DEFAULT_RANK = _DEFAULT_ALPHA = 8  # PEFT's, for a file that leaves the field out
 # Without metacharacters but ".", which stands for any one character: matched here, no expression is run.
 _LITERAL_PATTERN = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -80,6 +82,14 @@ _OFF_WHEN_NULL = {
 _PLAIN_INITS = frozenset({"gaussian", "orthogonal", "eva"})
 
 
+class TrainedBiases(StrEnum):
+    """Which biases of the base were trained with the pairs (`bias`)."""
+
+    NONE = "none"
+    ALL = "all"
+    LORA_ONLY = "lora_only"  # those of adapted layers
+
+
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """What a config says about plain LoRA. Patterns keep the order of the file: the first match counts.
@@ -96,6 +106,7 @@ class PeftConfig:
     layers_pattern: tuple[str, ...]  # empty is any name before the layer's number
     rank_pattern: tuple[tuple[str, int], ...]
     alpha_pattern: tuple[tuple[str, float], ...]
+    bias: TrainedBiases
     declared_base: str | None
     expressions: tuple[Pattern, ...] = ()
 
@@ -132,8 +143,8 @@ def read_config(document: Mapping[str, object]) -> PeftConfig:
     if len(expressions) > MAX_EXPRESSIONS:
         raise field_invalid(expressions[-1].field, len(expressions), f"at most {MAX_EXPRESSIONS} regular expressions")
     return PeftConfig(
-        rank=_read_rank("r", document.get("r")),
-        alpha=_read_alpha("lora_alpha", document.get("lora_alpha")),
+        rank=_read_rank("r", document.get("r", _DEFAULT_RANK)),
+        alpha=_read_alpha("lora_alpha", document.get("lora_alpha", _DEFAULT_ALPHA)),
         use_rslora=_read_flag(document, "use_rslora"),
         target_modules=targets,
         exclude_modules=excluded,
@@ -141,6 +152,7 @@ def read_config(document: Mapping[str, object]) -> PeftConfig:
         layers_pattern=layers_pattern,
         rank_pattern=tuple((key, _read_rank(key, value)) for key, value in ranks),
         alpha_pattern=tuple((key, _read_alpha(key, value)) for key, value in alphas),
+        bias=_read_bias(document),
         declared_base=_read_declared_base(document),
         expressions=expressions,
     )
@@ -196,11 +208,6 @@ def _check_features(document: Mapping[str, object]) -> None:
 
 def _check_plain(document: Mapping[str, object]) -> None:
     """Fields that are read only to see that they ask for nothing."""
-    bias = document.get("bias", "none")
-    if bias in ("all", "lora_only"):
-        raise unsupported("bias", bias, "trained biases replace those of the shared base")
-    if bias != "none":
-        raise field_invalid("bias", bias, "'none'")
     if _read_flag(document, "fan_in_fan_out"):
         raise unsupported("fan_in_fan_out", True, "linear layers of the served families are not transposed")
     init = document.get("init_lora_weights", True)
@@ -211,6 +218,14 @@ def _check_plain(document: Mapping[str, object]) -> None:
     dropout = document.get("lora_dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
         raise field_invalid("lora_dropout", dropout, "a number from 0 to 1")
+
+
+def _read_bias(document: Mapping[str, object]) -> TrainedBiases:
+    value = document.get("bias", TrainedBiases.NONE.value)
+    trained = next((trained for trained in TrainedBiases if trained == value), None)
+    if trained is None:
+        raise field_invalid("bias", value, "'none', 'all' or 'lora_only'")
+    return trained
 
 
 def _read_flag(document: Mapping[str, object], field: str) -> bool:

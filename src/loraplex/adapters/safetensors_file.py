@@ -6,6 +6,7 @@ accepts too.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,15 @@ def read_tensors(weights: memoryview) -> tuple[TensorView, ...]:
     if position != len(data):
         raise _corrupt(f"its tensors cover {position} of {len(data)} data bytes")
     return tuple(entry.view(data) for entry in entries)
+
+
+def read_metadata(weights: bytes | memoryview) -> Mapping[str, str]:
+    """The `__metadata__` of a file, empty if it has none: what somebody claimed who wrote the file.
+
+    Only the header is read, within the limits of `read_tensors`. Raises AdapterRefused where that does for a header.
+    """
+    view = memoryview(weights)
+    return _metadata(_parse_header(bytes(view[_LENGTH_BYTES : _header_end(view)])))
 
 
 def check_finite(tensor: TensorView) -> None:
@@ -129,16 +139,21 @@ def _parse_header(data: bytes) -> JsonObject:
     repeated = header.repeated_key()
     if repeated is not None:
         raise tensor_refused(RefusalReason.KEY_DUPLICATE, repeated, "occurs twice in the header")
-    _check_metadata(header.as_dict().get("__metadata__", JsonObject(())))
+    _metadata(header)
     return header
 
 
-def _check_metadata(metadata: object) -> None:
-    """Metadata carries no meaning here, but must be strings once each, as the format wants."""
-    if not isinstance(metadata, JsonObject) or not all(isinstance(value, str) for _, value in metadata.pairs):
+def _metadata(header: JsonObject) -> dict[str, str]:
+    """Metadata carries no meaning for the tensors, but must be strings once each, as the format wants."""
+    metadata = header.as_dict().get("__metadata__", JsonObject(()))
+    if not isinstance(metadata, JsonObject):
         raise _corrupt("its __metadata__ is not an object of strings")
+    strings = {key: value for key, value in metadata.pairs if isinstance(value, str)}
     if metadata.repeated_key() is not None:
         raise _corrupt("its __metadata__ has a key twice")
+    if len(strings) != len(metadata.pairs):
+        raise _corrupt("its __metadata__ is not an object of strings")
+    return strings
 
 
 def _entry_fields(name: str, value: object) -> dict[str, object]:

@@ -6,11 +6,11 @@ from pathlib import Path
 from loraplex.adapters.artifact import Artifact, read_artifact
 from loraplex.adapters.digest import digest_modules
 from loraplex.adapters.limits import AdapterLimits
-from loraplex.adapters.peft_config import parse_document, read_config
-from loraplex.adapters.refusal import tensor_refused
+from loraplex.adapters.peft_config import TrainedBiases, parse_document, read_config
+from loraplex.adapters.refusal import tensor_refused, unsupported
 from loraplex.adapters.safetensors_file import SERVED_DTYPES, check_finite, read_tensors
 from loraplex.adapters.targets import Target, expand_targets
-from loraplex.adapters.tensor_names import LoraPair, check_vocabulary, pair_tensors
+from loraplex.adapters.tensor_names import LoraPair, check_vocabulary, find_modules, pair_tensors
 from loraplex.adapters.types import Adapter, AdapterModule, TensorView
 from loraplex.core import AdapterRefused, BaseDescription, RefusalReason
 
@@ -32,7 +32,8 @@ def check_artifact(artifact: Artifact, base: BaseDescription, limits: AdapterLim
     config = read_config(document)
     if not tensors:
         raise AdapterRefused(RefusalReason.WEIGHTS_EMPTY, "adapter_model.safetensors holds no tensors.")
-    targets = expand_targets(config, base)
+    targets = expand_targets(config, base, find_modules(tensors, base))
+    _check_biases(config.bias, targets, base)
     pairs = pair_tensors(tensors, base)
     _check_storage(tensors)
     _check_coverage(targets, pairs)
@@ -47,6 +48,16 @@ def check_artifact(artifact: Artifact, base: BaseDescription, limits: AdapterLim
         targets=tuple(dict.fromkeys(module.site.module for module in modules)),
         declared_base=config.declared_base,
     )
+
+
+def _check_biases(trained: TrainedBiases, targets: Sequence[Target], base: BaseDescription) -> None:
+    """Refuse trained biases where there are some to train; elsewhere PEFT trains and saves the pairs alone."""
+    if trained is TrainedBiases.NONE:
+        return
+    sites = base.sites if trained is TrainedBiases.ALL else tuple(target.site for target in targets)
+    biased = next((site.name for site in sites if site.has_bias), None)
+    if biased is not None:
+        raise unsupported("bias", trained.value, f"it replaces biases of the shared base, as that of {biased!r}")
 
 
 def _check_storage(tensors: Iterable[TensorView]) -> None:

@@ -1,7 +1,6 @@
 """`loraplex adapter`: put adapters in, look at them, choose what a name stands for."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from loraplex.cli import hub
 from loraplex.cli.admin_client import LocalBase
 from loraplex.cli.admin_command import (
     Address,
@@ -22,12 +20,15 @@ from loraplex.cli.admin_command import (
     pages,
     parse_expected,
 )
+from loraplex.cli.effects import Effect, effect_of, effect_warning
 from loraplex.cli.progress import progress_bar
+from loraplex.cli.source import opened
 from loraplex.cli.tables import adapter_table, base_lines, move_table, verification_table, version_table
 from loraplex.core import ClientError, InvalidRequest, ModelNotFound
+from loraplex.core.registry_errors import PermissionDenied
 from loraplex.registry import Role, VersionState
 from loraplex.server.admin_operations import BaseClaim
-from loraplex.server.admin_views import AdapterView, AliasView, VerifiedView, VersionView
+from loraplex.server.admin_views import AdapterView, AliasView, VerificationView, VerifiedView, VersionView
 
 app = typer.Typer(help="Adapters: add, look at, verify, activate, roll back, delete, grant.", no_args_is_help=True)
 
@@ -43,8 +44,10 @@ _Base = Annotated[
 ]
 _BaseName = typer.Option(help="Name of the base in requests, which no adapter may have; default: the directory's name.")
 _Device = Annotated[str, typer.Option(help="Where to compare on a data directory: auto, cpu, cuda or cuda:<number>.")]
-_Source = typer.Argument(help="Adapter directory, or hf:org/repo or hf:org/repo@revision of Hugging Face (extra hub).")
-_Fingerprint = typer.Option(help="Fingerprint of the base that the adapter was trained on (loraplex fingerprint).")
+_Source = typer.Argument(help="Adapter directory, or hf:org/repo[/folder][@revision] of Hugging Face (extra hub).")
+_Fingerprint = typer.Option(
+    help="Fingerprint of the base that the adapter was trained on (loraplex fingerprint), unless the file names it."
+)
 _Unverified = typer.Option("--base-unverified", help="Nobody knows which base it was trained on; this is recorded.")
 _Skip = typer.Option("--skip-verification", help="Do without the comparison; who did so is recorded. For operators.")
 _Activate = typer.Option("--activate", help="Have the name stand for the new version.")
@@ -71,16 +74,19 @@ def add(
     Ends with status 1 if the comparison fails; the version is kept then, and cannot be activated.
     """
     _check_claim(base_fingerprint, base_unverified)
+    if skip_verification:
+        _check_may_skip(session)
     owner = tenant if tenant is not None else own_tenant(session, "give --tenant NAME")
     where = LocalBase(base, served_model_name, device) if base is not None else None
     expected = _expected(session, owner, name, expect) if activate else None
-    with _directory(session, source) as found:
+    with opened(session, source) as found:
         claim = BaseClaim(base_fingerprint, base_unverified, found.source or None)
         with progress_bar(session.err, "Sending and checking") as progress:
             version = session.client.add_version(owner, name, found.directory, claim, where, progress)
     made = Address(owner, name, version.version)
     session.say(f"{made} is valid: digest {version.digest}, rank {version.rank}.")
     verified = _gate(session, made, where, skip_verification)
+    _warn(session, verified.verification, str(made))
     passed = verified.verification.passed is not False
     alias = None
     if activate and passed:
@@ -100,7 +106,8 @@ def list_(
     """List adapters: active and latest version, state, base fingerprint, rank, targets, bytes."""
     adapters = [adapter for adapter in _adapters(session, tenant) if deleted or not adapter.deleted]
     document = {"adapters": [adapter.model_dump(mode="json") for adapter in adapters]}
-    session.answer(document, adapter_table(adapters))
+    shown = [] if session.as_json else [adapter_table(adapters, _effects(session, adapters))]
+    session.answer(document, *shown)
 
 
 @app.command()
@@ -137,6 +144,7 @@ def verify(
         at = replace(at, version=_newest(session, at))
     where = LocalBase(base, served_model_name, device) if base is not None else None
     verified = _gate(session, at, where, skip_verification)
+    _warn(session, verified.verification, str(at))
     session.answer(verified, _outcome(verified), verification_table([verified.verification]))
     if verified.verification.passed is False:
         raise typer.Exit(1)
@@ -150,7 +158,11 @@ def activate(session: Session, adapter: _Version, expect: _Expect = None) -> Non
     if at.version is None:
         raise InvalidRequest(f"Say which version of {at}: {at}@3.")
     expected = _expected(session, at.tenant, at.name, expect)
-    _answer_moved(session, session.client.activate(at.tenant, at.name, at.version, expected), expected)
+    last = _last_verification(session, at)
+    alias = session.client.activate(at.tenant, at.name, at.version, expected)
+    if last is not None:
+        _warn(session, last, str(at))
+    _answer_moved(session, alias, expected)
 
 
 @app.command()
@@ -203,17 +215,6 @@ def revoke(
 
 
 # ---------------------------------------------------------------------- inside
-@contextmanager
-def _directory(session: Session, source: str) -> Iterator[hub.Fetched]:
-    """Where the files are; `source` is empty for a directory of the caller's."""
-    if not source.startswith(hub.PREFIX):
-        yield hub.Fetched(Path(source), "")
-        return
-    with hub.fetched(hub.parse_source(source)) as found:
-        session.say(f"Fetched {found.source}.")
-        yield found
-
-
 def _gate(session: Session, at: Address, base: LocalBase | None, skip: bool) -> VerifiedView:
     """Run the comparison, or record that it was left out."""
     assert at.version is not None
@@ -233,11 +234,48 @@ def _newest(session: Session, at: Address) -> int:
 
 
 def _check_claim(base_fingerprint: str | None, base_unverified: bool) -> None:
-    if (base_fingerprint is None) != base_unverified:
+    """Neither will do where the file itself names the base, which the registry finds out. Raises InvalidRequest."""
+    if base_fingerprint is not None and base_unverified:
         raise InvalidRequest(
             "Say which base the adapter was trained on: either --base-fingerprint HEX (loraplex fingerprint DIR), or "
             "--base-unverified to have it recorded that nobody knows."
         )
+
+
+def _check_may_skip(session: Session) -> None:
+    """Before anything is sent. Raises PermissionDenied."""
+    role = session.client.whoami().role
+    if role is not Role.OPERATOR:
+        raise PermissionDenied(f"--skip-verification is for operators, and this key is a {role.value}'s.")
+
+
+def _warn(session: Session, verification: VerificationView, label: str) -> None:
+    """Of an adapter that changes nothing, or next to nothing."""
+    warning = effect_warning(verification, label)
+    if warning is not None:
+        session.say(warning, style="yellow")
+
+
+def _last_verification(session: Session, at: Address) -> VerificationView | None:
+    """The last attempt of the gate on a version."""
+    attempts = session.client.show_adapter(at.tenant, at.name).verifications
+    found = [one for one in attempts if one.version == at.version]
+    return found[-1] if found else None
+
+
+def _effects(session: Session, adapters: Iterable[AdapterView]) -> dict[str, Effect]:
+    """What verified adapters do, by `tenant/name`. Lists do not tell, so each is asked about."""
+    effects = {}
+    for adapter in adapters:
+        version = adapter.active_version or adapter.latest_version
+        if version is None or version.state is not VersionState.VERIFIED or adapter.deleted:
+            continue
+        at = Address(adapter.tenant, adapter.name, version.version)
+        last = _last_verification(session, at)
+        effect = effect_of(last) if last is not None else None
+        if effect is not None:
+            effects[at.adapter] = effect
+    return effects
 
 
 def _expected(session: Session, tenant: str, name: str, expect: str | None) -> int | None:
@@ -291,11 +329,12 @@ def _outcome(verified: VerifiedView) -> str:
     one, label = verified.verification, _label(verified.version)
     if one.skipped:
         return f"{label} was not compared; that is on record."
+    assert one.max_logit_difference is not None
+    assert one.tolerance is not None
     figures = f"largest logit difference {one.max_logit_difference:.3g} of {one.tolerance:.3g} allowed"
     if not one.passed:
-        return f"{label} FAILED verification: {figures}. It cannot be activated."
-    if one.effect == 0:
-        return f"{label} is verified, but changes nothing: its effect on every logit is 0."
+        why = f", and {one.failure}" if one.failure else ""
+        return f"{label} FAILED verification: {figures}{why}. It cannot be activated."
     return f"{label} is verified: {figures}, KL {one.kl:.3g} nats, effect {one.effect:.3g}."
 
 

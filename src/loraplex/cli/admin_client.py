@@ -110,8 +110,11 @@ class AdminClient(Protocol):
 
 
 @contextmanager
-def open_client(place: Place) -> Iterator[AdminClient]:
-    """The client of a place, closed at the end. Raises ConfigError unless one place is given."""
+def open_client(place: Place, *, creates: bool = False) -> Iterator[AdminClient]:
+    """The client of a place, closed at the end. Raises ConfigError unless one place is given.
+
+    A data directory must hold a registry, unless the command `creates` one.
+    """
     if place.url is not None and place.data_dir is not None:
         raise ConfigError("Give --data-dir or --url, not both (LORAPLEX_DATA_DIR and LORAPLEX_URL count too).")
     if place.url is not None:
@@ -120,8 +123,10 @@ def open_client(place: Place) -> Iterator[AdminClient]:
         with HttpClient(place.url, _read_key(place.api_key_file)) as client:
             yield client
     elif place.data_dir is not None:
-        from loraplex.cli.local_client import LocalClient
+        from loraplex.cli.local_client import LocalClient, check_registry
 
+        if not creates:
+            check_registry(place.data_dir, place.database_url)
         with LocalClient(place.data_dir, place.database_url, place.artifacts_url) as client:
             yield client
     else:

@@ -153,13 +153,16 @@ def show_day(at: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
-def admin_command(run: Callable[Concatenate[Session, _P], None]) -> Callable[..., None]:
-    """A command for typer: its own parameters, then where to work and --json, which become its Session."""
+def admin_command(run: Callable[Concatenate[Session, _P], None], *, creates: bool = False) -> Callable[..., None]:
+    """A command for typer: its own parameters, then where to work and --json, which become its Session.
+
+    One that `creates` makes a registry where there is none; all others refuse a data directory without one.
+    """
 
     def command(**values: Any) -> None:
         place = Place(**{one.name: values.pop(one.name) for one in fields(Place)})
         as_json = values.pop("as_json")
-        with open_client(place) as client:
+        with open_client(place, creates=creates) as client:
             run(Session(client, as_json), **values)  # type: ignore[call-arg]
 
     own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]

@@ -6,6 +6,7 @@ import typer
 
 from loraplex.cli.admin_command import Session, admin_command, own_tenant
 from loraplex.cli.tables import audit_table, finding_table
+from loraplex.registry import Role
 from loraplex.server.admin_views import AuditEntryView
 
 app = typer.Typer(help="The audit log: list what happened, verify that it is whole.", no_args_is_help=True)
@@ -32,10 +33,12 @@ def list_(
 @admin_command
 def verify(
     session: Session,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's; default: all, for operators.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only this tenant's; default: all, for operators; else that of the key.")
+    ] = None,
 ) -> None:
     """Check every entry against its signature, its neighbour and the signed heads; status 1 if anything is wrong."""
-    report = session.client.verify_audit(tenant)
+    report = session.client.verify_audit(tenant if tenant is not None else _allowed(session))
     count = f"{report.entries} entries in {report.chains} chains"
     if report.ok:
         session.answer(report, f"The audit log is whole: {count}.")
@@ -44,6 +47,12 @@ def verify(
     if not session.as_json:
         session.out.print(finding_table(report.findings))
     raise typer.Exit(1)
+
+
+def _allowed(session: Session) -> str | None:
+    """None, which is all, for operators; else the caller's own tenant."""
+    caller = session.client.whoami()
+    return None if caller.role is Role.OPERATOR else caller.tenant
 
 
 def _entries(session: Session, tenant: str) -> list[AuditEntryView]:

@@ -88,8 +88,7 @@ def _serve(
 
     def show(at: str, real_port: int) -> None:
         try:
-            say(console, ready_line(launched, at, real_port))
-            present(launched, modules, f"http://{at}:{real_port}", data_dir, console)
+            present(launched, modules, at, real_port, data_dir, console)
             if os.environ.get("DEMO_EXIT") == "1":
                 server.should_exit = True
         except BaseException as error:
@@ -109,8 +108,10 @@ def _serve(
         raise failure
 
 
-def present(launched: Launched, modules: list[LoraModule], url: str, data_dir: Path, console: Console) -> None:
-    """All scenes, then what to try."""
+def present(
+    launched: Launched, modules: list[LoraModule], host: str, port: int, data_dir: Path, console: Console
+) -> None:
+    """All scenes, then what to try if the server goes on."""
     from loraplex.cli import demo_scenes as scenes
     from loraplex.server.admin_operations import AdminOperations
 
@@ -121,15 +122,16 @@ def present(launched: Launched, modules: list[LoraModule], url: str, data_dir: P
     stage = scenes.Stage(console, operations, base, launched.engine.compare, tuple(modules))
     with progress_bar(console, "Publishing and comparing adapters") as progress:
         cast, made = scenes.set_up(stage, progress)
+    say(console, ready_line(launched, host, port))
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     scenes.show_adapters(stage, made)
     scenes.mixed_batch(stage, url, cast)
     scenes.refusals(stage, url, cast)
     scenes.versions(stage, url, cast)
     scenes.damaged(stage)
     scenes.audit_trail(stage)
-    if os.environ.get("DEMO_EXIT") != "1":
-        say(console, "\nStill serving (stop with Ctrl-C). Try, from another terminal:")
-        say(console, f"loraplex adapter list --data-dir {data_dir}")
-    else:
-        say(console, "\nA request like those above:")
+    if os.environ.get("DEMO_EXIT") == "1":
+        return
+    say(console, "\nStill serving (stop with Ctrl-C). Try, from another terminal:")
+    say(console, f"loraplex adapter list --data-dir {data_dir}")
     say(console, curl_line(url, cast.keys["acme"], cast.names["acme"][0]))

@@ -1,5 +1,6 @@
 """The demo's scenes: two tenants on one server, from a mixed batch to the audit trail."""
 
+import json
 import shutil
 import tempfile
 import time
@@ -14,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from loraplex.adapters import Adapter
-from loraplex.adapters.artifact import WEIGHTS_FILE
+from loraplex.adapters.artifact import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.cli.demo_calls import Answer, Question, ask, ask_all
 from loraplex.cli.launch import LoraModule
 from loraplex.cli.say import say
@@ -29,7 +30,14 @@ from loraplex.server.admin_views import AuditEntryView, VerifiedView
 TENANTS = ("acme", "globex")
 QUESTION = "How do I boil an egg?"
 _SHORT = 8  # digits of a digest
+_PEFT_ALPHA = 8  # what PEFT takes where a config has no lora_alpha
 _TRAIL = 8  # entries of the audit log that are shown
+_FIGURES = (
+    "effect: how far the adapter moves the score of a next token (logit), at most",
+    "difference: how far serving is from merged weights, of what rounding may do;",
+    "            a server that forgot the adapter would be off by its effect",
+    "KL: the same in probabilities, on average, in nats (0: equal)",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +79,21 @@ def set_up(stage: Stage, progress: Callable[[int, int], None]) -> tuple[Cast, li
 
 def show_adapters(stage: Stage, made: Sequence[VerifiedView]) -> None:
     """What the registry knows of every adapter."""
-    table = _table("adapter", "rank", "targets", "bytes", "logit difference", "digest")
+    table = _table("adapter", "rank", "targets", "bytes", "effect", "difference", "KL", "digest")
     for one in made:
         version, gate = one.version, one.verification
-        figures = f"{gate.max_logit_difference:.2g} of {gate.tolerance:.2g} allowed"
+        figures = (
+            f"{gate.effect:.3g}",
+            f"{gate.max_logit_difference:.2g} of {gate.tolerance:.2g}",
+            f"{gate.kl:.2g}",
+        )
         label = f"{version.tenant}/{version.name}"
         targets, size = describe_targets(version.targets or ()), format_size(version.bytes or 0)
-        table.add_row(label, str(version.rank), targets, size, figures, _short(version.digest or ""))
-    _title(stage.console, "Two tenants, each with adapters and a key; the engine compared all with merged weights")
+        table.add_row(label, str(version.rank), targets, size, *figures, _short(version.digest or ""))
+    _title(stage.console, "Two tenants with a key each; every adapter was compared with merged weights")
     stage.console.print(table)
+    for line in _FIGURES:
+        say(stage.console, line, style="dim")
 
 
 def mixed_batch(stage: Stage, url: str, cast: Cast) -> None:
@@ -118,14 +132,15 @@ def refusals(stage: Stage, url: str, cast: Cast) -> None:
 def versions(stage: Stage, url: str, cast: Cast) -> None:
     """A new version goes live and back; each answer says which weights it ran."""
     name, key = cast.names["acme"][0], cast.keys["acme"]
-    other = stage.modules[-1]
     question = Question("acme", key, name, QUESTION)
     answers = [ask(url, question)]
-    _publish(stage, "acme", name, other.path)
+    with _copy(stage.modules[0].path) as directory:
+        _halve(directory / CONFIG_FILE)
+        _publish(stage, "acme", name, directory)
     answers.append(ask(url, question))
     stage.operations.rollback("acme", name, 2)
     answers.append(ask(url, question))
-    steps = ("version 1", f"version 2 ({other.name}'s weights) activated", "rolled back")
+    steps = ("version 1", "version 2 (half the lora_alpha) activated", "rolled back")
     _title(stage.console, f"acme/{name}: " + ", ".join(steps))
     _show_answers(stage.console, answers)
 
@@ -133,7 +148,7 @@ def versions(stage: Stage, url: str, cast: Cast) -> None:
 def damaged(stage: Stage) -> None:
     """Files that were cut or hold a NaN are refused with a code."""
     module = stage.modules[0]
-    table = _table("damage", "code", "message")
+    table = _table("damage", "code", "message", is_folded=True)
     for damage, change in (("the file was cut", _cut), ("one weight is NaN", _spoil)):
         with _copy(module.path) as directory:
             change(directory / WEIGHTS_FILE)
@@ -183,6 +198,14 @@ def _copy(directory: Path) -> Iterator[Path]:
         yield copy
 
 
+def _halve(config: Path) -> None:
+    """Half of lora_alpha is half of what the adapter adds."""
+    fields = json.loads(config.read_bytes())
+    fields["lora_alpha"] = fields.get("lora_alpha", _PEFT_ALPHA) / 2
+    fields["alpha_pattern"] = {name: alpha / 2 for name, alpha in (fields.get("alpha_pattern") or {}).items()}
+    config.write_text(json.dumps(fields))
+
+
 def _cut(weights: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
 
@@ -211,7 +234,7 @@ def _show_answers(console: Console, answers: Sequence[Answer]) -> None:
 
 def _table(*headings: str, is_folded: bool = False) -> Table:
     """One line a row, so that all fits on a page; the last column takes the room that is left."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=True, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=True, collapse_padding=True)
     for heading in headings[:-1]:
         table.add_column(heading, no_wrap=True)
     table.add_column(headings[-1], ratio=1, no_wrap=not is_folded, overflow="fold" if is_folded else "ellipsis")

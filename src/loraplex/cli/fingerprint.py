@@ -15,7 +15,7 @@ def fingerprint(
 ) -> None:
     """Print the fingerprint of a base: sha256 over the name, type, shape and data of every tensor.
 
-    Hashes on all cores, and keeps the result beside the weights for as long as their sizes and times stay.
+    Hashes on all cores, and keeps the result beside the weights for as long as these very files stay.
     """
     from loraplex.model import base_fingerprint, open_checkpoint
 

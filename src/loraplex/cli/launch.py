@@ -11,6 +11,7 @@ from rich.console import Console
 from loraplex.cli.progress import progress_bar
 from loraplex.cli.say import say
 from loraplex.cli.sizes import format_size
+from loraplex.cli.sweeping import PeriodicSweep
 from loraplex.core import AdapterRefused, ConfigError, ServerError
 
 if TYPE_CHECKING:
@@ -66,10 +67,13 @@ class Launched:
     base: "LoadedBase"
     started_s: float = field(default_factory=time.monotonic)
     registry: "Registry | None" = None
+    sweep: PeriodicSweep | None = None
 
     def close(self) -> None:
         """End the engine's thread and close the registry."""
         self.engine.stop()
+        if self.sweep is not None:
+            self.sweep.close()
         if self.registry is not None:
             self.registry.close()
 
@@ -140,7 +144,8 @@ def _launch(
     client = AsyncEngine(engine)
     app = create_app(client, models if registry is None else registry, server_config)
     client.start()
-    return Launched(app, client, models, base, started_s, registry)
+    sweep = None if registry is None else PeriodicSweep(registry)
+    return Launched(app, client, models, base, started_s, registry, sweep)
 
 
 def _load_adapter(models: "ServedModels", module: LoraModule) -> None:

@@ -9,6 +9,8 @@ from loraplex.cli.admin_client import LocalBase, Progress
 from loraplex.core import BaseDescription, ConfigError
 from loraplex.core.comparison import AdapterComparison
 from loraplex.registry import Registry, RegistryConfig
+from loraplex.registry.database import SQLITE_NAME
+from loraplex.registry.master_secret import FILE_NAME as SECRET_NAME
 from loraplex.server.admin_operations import AdminOperations, BaseClaim
 from loraplex.server.admin_views import VerifiedView, VersionView
 
@@ -38,6 +40,18 @@ class LocalClient(AdminOperations):
         self._registry.adapters.version(self._principal, tenant, name, version)  # before the base is loaded
         description, compare = load_comparer(base)
         return self.compare(tenant, name, version, description, compare)
+
+
+def check_registry(data_dir: Path, database_url: str | None) -> None:
+    """Raise ConfigError, naming the directory, where there is no registry. Creates nothing."""
+    file = data_dir / (SQLITE_NAME if database_url is None else SECRET_NAME)
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        message = f"There is no registry in the data directory {str(data_dir)!r}: it has no {file.name}."
+        raise ConfigError(f"{message} `loraplex tenant create` makes one, and `loraplex serve`.") from None
+    except OSError as error:
+        raise ConfigError(f"The data directory {str(data_dir)!r} cannot be read: {error.strerror}.") from None
 
 
 def describe(base: LocalBase) -> BaseDescription:

@@ -1,7 +1,6 @@
 """`loraplex serve`: an OpenAI-compatible server."""
 
 import gc
-from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import Annotated
@@ -11,12 +10,13 @@ from rich.console import Console
 
 from loraplex.cli.launch import Launched, launch, ready_line
 from loraplex.cli.listen import run_bound
-from loraplex.cli.say import say
+from loraplex.cli.say import LogConsole, say
 from loraplex.cli.serve_settings import (
     DEFAULT_HOST_ADAPTERS,
     open_port,
     registry_config,
     runtime_roots,
+    server_config,
     start_modules,
     usable_key,
 )
@@ -50,6 +50,10 @@ _Root = typer.Option("--lora-root", help="Directory below which adapters may be 
 _MaxCpuLoras = typer.Option(
     help=f"Most adapters of a registry in host memory; default: {DEFAULT_HOST_ADAPTERS}, or --max-loras if more.",
     min=1,
+)
+_CpuMemory = typer.Option(
+    help="Memory for adapters of a registry in host memory, for example 8G, counted as their tensors are stored; "
+    "default: a quarter of what is available at the start."
 )
 _PublicMetrics = typer.Option(
     "--public-metrics", help="With a registry, serve /metrics without a key too; it shows names of adapters at work."
@@ -98,6 +102,7 @@ def serve(
     enable_lora: Annotated[bool, _EnableLora] = True,
     max_loras: Annotated[int, _MaxLoras] = 32,
     max_cpu_loras: Annotated[int | None, _MaxCpuLoras] = None,
+    cpu_lora_memory: Annotated[str | None, _CpuMemory] = None,
     max_lora_rank: Annotated[int | None, _MaxRank] = None,
     kv_pages: Annotated[int | None, typer.Option(help="Pages of the pool for KV and adapters.", min=1)] = None,
     memory: Annotated[str | None, _Memory] = None,
@@ -116,27 +121,33 @@ def serve(
 ) -> None:
     """Serve a base model and its adapters over an OpenAI-compatible HTTP API."""
     from loraplex.engine.config import EngineConfig
-    from loraplex.server import ServerConfig
 
-    console = Console(stderr=True)
-    pool_bytes = None if memory is None else parse_size(memory, "--memory")
-    config = EngineConfig(dtype=dtype, device=device, num_threads=num_threads, enforce_eager=enforce_eager)
-    config = replace(config, gpu_memory_utilization=gpu_memory_utilization, kv_pages=kv_pages, memory_bytes=pool_bytes)
-    config = replace(config, max_loras=max_loras, max_lora_rank=max_lora_rank, max_model_len=max_model_len)
-    config = replace(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-    config = replace(config, max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens)
-    engine_config = replace(config, tpot_target_ms=tpot_target_ms, prefix_caching=enable_prefix_caching)
+    console = LogConsole(stderr=True)
+    engine_config = EngineConfig(
+        dtype=dtype,
+        device=device,
+        num_threads=num_threads,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        kv_pages=kv_pages,
+        memory_bytes=None if memory is None else parse_size(memory, "--memory"),
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        tpot_target_ms=tpot_target_ms,
+        prefix_caching=enable_prefix_caching,
+    )
     registry = registry_config(data_dir, database_url, artifacts_url, max_lora_rank)
     key, roots = usable_key(ctx, api_key, registry, console), runtime_roots(allow_runtime_lora_updating, lora_root)
     room = max_cpu_loras or max(DEFAULT_HOST_ADAPTERS, max_loras)
-    options = ServerConfig(key, max_host_adapters=room, adapter_roots=roots, public_metrics=public_metrics)
+    config = server_config(key, room, cpu_lora_memory, roots, public_metrics)
     modules, sockets = start_modules(lora_modules, registry), open_port(host, port, key, registry, insecure_no_auth)
     run(
-        launch(base, modules, engine_config, options, console, served_model_name, registry),
-        sockets,
-        host,
-        port,
-        console,
+        launch(base, modules, engine_config, config, console, served_model_name, registry), sockets, host, port, console
     )
 
 
@@ -145,7 +156,7 @@ def run(launched: Launched, sockets: list[socket], host: str, port: int, console
     from loraplex.server import RunConfig, build_server
 
     def on_ready(at: str, real_port: int) -> None:
-        say(console, ready_line(launched, at, real_port))
+        say(console, ready_line(launched, at, real_port), event="ready")
 
     if launched.base.note:
         say(console, f"note: {launched.base.note}", style="yellow")

@@ -12,12 +12,40 @@ from rich.console import Console
 from loraplex.cli.launch import LoraModule, parse_lora_module
 from loraplex.cli.listen import bind_sockets, close_all
 from loraplex.cli.say import say
+from loraplex.cli.sizes import parse_size
 from loraplex.core import ConfigError
 
 if TYPE_CHECKING:
     from loraplex.registry import RegistryConfig
+    from loraplex.server import ServerConfig
 
 DEFAULT_HOST_ADAPTERS = 256
+_DEFAULT_HOST_BYTES = 4 * 2**30  # where the system does not say how much memory there is
+
+
+def host_adapter_bytes(given: str | None) -> int:
+    """Bytes for adapters in host memory. Raises ConfigError."""
+    if given is not None:
+        return parse_size(given, "--cpu-lora-memory")
+    from loraplex.engine.host_memory import available_memory
+
+    available = available_memory()
+    return _DEFAULT_HOST_BYTES if available is None else max(1, available // 4)
+
+
+def server_config(
+    key: str | None, max_adapters: int, memory: str | None, roots: tuple[Path, ...] | None, public_metrics: bool
+) -> "ServerConfig":
+    """What the HTTP server may do. Raises ConfigError."""
+    from loraplex.server import ServerConfig
+
+    return ServerConfig(
+        key,
+        max_host_adapters=max_adapters,
+        host_adapter_bytes=host_adapter_bytes(memory),
+        adapter_roots=roots,
+        public_metrics=public_metrics,
+    )
 
 
 def registry_config(

@@ -1,12 +1,13 @@
 """Tables of the administrator's commands."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from loraplex.cli.admin_command import show_day, show_time
+from loraplex.cli.effects import NOTE, Effect
 from loraplex.cli.sizes import format_size
 from loraplex.server.admin_views import (
     AdapterDetailView,
@@ -32,16 +33,26 @@ def describe_targets(targets: Sequence[str]) -> str:
     return ",".join(target.removesuffix("_proj") for target in targets)
 
 
-def adapter_table(adapters: Iterable[AdapterView]) -> Table:
-    """Every adapter with the facts of its active version, or of its latest where none is active."""
+def adapter_table(adapters: Iterable[AdapterView], effects: Mapping[str, Effect]) -> Table:
+    """Every adapter with the facts of its active version, or of its latest where none is active.
+
+    `effects` is what they do, by `tenant/name`; only what does little is marked.
+    """
+    notes = set()
     table = _table("adapter", "active", "latest", "state", "base", "rank", "targets", "bytes")
     for adapter in adapters:
         version, latest = adapter.active_version or adapter.latest_version, adapter.latest_version
         state = "deleted" if adapter.deleted else _state(version) if version is not None else None
         facts = [_base(version), *_facts(version)] if version is not None else [None] * 4
         if version is not None and not _is_base_known(version):
-            table.caption = UNVERIFIED
-        _add(table, f"{adapter.tenant}/{adapter.name}", adapter.active, latest and latest.version, state, *facts)
+            notes.add(UNVERIFIED)
+        label = f"{adapter.tenant}/{adapter.name}"
+        effect = effects.get(label, Effect.SEEN)
+        if effect is not Effect.SEEN:
+            state = f"{state} {effect.value}"
+            notes.add(NOTE)
+        _add(table, label, adapter.active, latest and latest.version, state, *facts)
+    table.caption = "\n".join(sorted(notes)) or None
     return table
 
 
@@ -69,7 +80,7 @@ def verification_table(verifications: Iterable[VerificationView]) -> Table:
     """Attempts of the gate."""
     table = _table("version", "result", "logit difference", "KL nats", "effect", "at", "by")
     for one in verifications:
-        outcome = "skipped" if one.skipped else "passed" if one.passed else "failed"
+        outcome = "skipped" if one.skipped else "passed" if one.passed else one.failure or "failed"
         difference = None if one.skipped else f"{_figure(one.max_logit_difference)} of {_figure(one.tolerance)}"
         _add(table, one.version, outcome, difference, _figure(one.kl), _figure(one.effect), show_time(one.at), one.by)
     return table

@@ -1,5 +1,6 @@
 """`loraplex tenant`: the customers that share a server. For operators."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,9 +13,9 @@ _Name = Annotated[str, typer.Argument(help="Name of the tenant: a-z 0-9 . _ -, a
 
 
 @app.command()
-@admin_command
+@partial(admin_command, creates=True)
 def create(session: Session, name: _Name) -> None:
-    """Make a tenant."""
+    """Make a tenant, and on a data directory without a registry that registry."""
     view = session.client.create_tenant(name)
     session.answer(view, f"Made the tenant {view.tenant}.")
 

@@ -6,6 +6,7 @@ from loraplex.core.engine_client import EngineClient, EngineStats
 from loraplex.core.errors import (
     AdapterRefused,
     BaseRefused,
+    CallerLimitReached,
     ClientError,
     ConfigError,
     ContextTooLong,
@@ -42,6 +43,7 @@ __all__ = [
     "BaseFingerprint",
     "BaseRefused",
     "BaseSite",
+    "CallerLimitReached",
     "ChatMessage",
     "ClientError",
     "ConfigError",

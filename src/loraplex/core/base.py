@@ -14,6 +14,7 @@ class BaseSite:
     module: str  # last part of the path, e.g. "q_proj"
     d_in: int
     d_out: int
+    has_bias: bool = True  # where it is not known it counts as having one
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,17 @@ LoraplexError
 │   ├── BaseRefused             a base model that cannot be served exactly; carries a stable reason code
 │   └── ConfigError             a flag or setting that cannot work
 └── ServerError                 the caller did nothing wrong
-    ├── Overloaded              the queue is full; try again later
+    ├── Overloaded              something the server has a limit of is used up; try again later
+    │   └── CallerLimitReached  one caller has its share of it; others are served
     ├── EngineDead              the engine stopped; the process must be restarted
     └── NonFiniteOutput         the weights a request asked for produced NaN or infinity; only that request fails
 """
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loraplex.core.request import ServedBy
 
 
 class LoraplexError(Exception):
@@ -143,15 +148,22 @@ class Overloaded(ServerError):
         self.reason_code = reason.value
 
 
+class CallerLimitReached(Overloaded):
+    """One caller has as much at once as a caller may have. The message names the limit."""
+
+    code = "caller_limit"
+
+
 class EngineDead(ServerError):
     code = "engine_dead"
 
 
 class NonFiniteOutput(ServerError):
-    """The weights that served a request produced logits without a finite maximum."""
+    """The weights that served a request produced logits without a finite maximum; `served_by` says which ran."""
 
     code = "non_finite_output"
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, served_by: "ServedBy | None" = None) -> None:
         super().__init__(f"The model {model!r} produced NaN or infinite values; the request was stopped.")
         self.model = model
+        self.served_by = served_by

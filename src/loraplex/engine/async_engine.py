@@ -5,8 +5,12 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from loraplex.adapters import Adapter
 from loraplex.core import (
@@ -31,6 +35,7 @@ _PROBE_TICK_S = 0.02
 _STOPPED = "The engine has stopped."
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +107,35 @@ class AsyncEngine:
         Blocks for seconds: call it from a worker thread, any but the engine's. Raises AdapterRefused if the adapter
         cannot be brought into the pool, and EngineDead.
         """
-        return self.engine.verifier.compare(adapter, self._run_probes)
+        return self.engine.verifier.compare(adapter, self._run_probes, self._between_steps)
 
     def _run_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
         """Have the engine's thread queue the probes, and wait until they have ended."""
-        answers: queue.SimpleQueue[ProbeRun | Exception] = queue.SimpleQueue()
-
-        def start() -> None:
-            try:
-                answers.put(self.engine.start_probes(probes, adapter))
-            except Exception as error:  # the one who compares gets it; the engine goes on
-                answers.put(error)
-
-        self._check_alive()
-        if not self._submit(start):
-            raise EngineDead(_STOPPED)
-        while answers.empty():
-            self._check_alive()
-            time.sleep(_PROBE_TICK_S)
-        run = answers.get()
-        if isinstance(run, Exception):
-            raise run
+        run = self._between_steps(partial(self.engine.start_probes, probes, adapter))
         while not run.done.wait(_PROBE_TICK_S):
             self._check_alive()
         return run
+
+    def _between_steps(self, call: Callable[[], _T]) -> _T:
+        """What `call` returns in the engine's thread, between two steps. Raises what it raises, and EngineDead."""
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except Exception as error:  # the one who asked gets it; the engine goes on
+                answer.set_exception(error)
+
+        self._check_alive()
+        if not self._submit(run):
+            raise EngineDead(_STOPPED)
+        while True:
+            try:
+                return answer.result(_PROBE_TICK_S)
+            except TimeoutError:
+                if answer.done():
+                    raise
+                self._check_alive()
 
     def _check_alive(self) -> None:
         if not self._thread.is_alive() or self._stopping:
@@ -179,7 +189,8 @@ class AsyncEngine:
                 self._dispatch(self.engine.step(self._clock()))
         except BaseException as error:
             self.failure = error
-            _log.exception("the engine stopped")
+            line = f"the engine stopped: {_described(error)}"  # whole, as loggers that distrust arguments drop them
+            _log.error(line)
         finally:
             self._stopping = True
             self._fail_all()
@@ -235,6 +246,12 @@ class AsyncEngine:
         for stream in self._streams.values():
             _call_soon(stream.loop, [(stream, EngineDead("The engine stopped while the request ran."))])
         self._streams.clear()
+
+
+def _described(error: BaseException) -> str:
+    """The class of an error and where it came from; not its message, which may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__qualname__} at " + ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
 
 
 def _deliver(outputs: list[_Addressed]) -> None:

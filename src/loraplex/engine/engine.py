@@ -38,7 +38,7 @@ from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
 from loraplex.engine.packing import PackedAdapter, pack_adapter
 from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
 from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
-from loraplex.engine.site_check import adds_exactly
+from loraplex.engine.site_check import SiteCheck
 from loraplex.engine.verification import Verifier
 from loraplex.model import Sampled, SamplingRow, needs_host
 from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
@@ -194,19 +194,20 @@ class Engine:
         AdapterRefused if the adapter cannot be brought into the pool.
         """
         try:
-            return self.verifier.compare(adapter, self._run_probes)
+            return self.verifier.compare(adapter, self._run_probes, lambda check: check())
         finally:
             self._sweep_retired()
 
+    def site_check(self, packed: PackedAdapter, adapter: Adapter) -> SiteCheck | None:
+        """A look at what each linear adds; None where steps run in graphs, whose tables are the runner's."""
+        if self._decoder.ops.in_graphs:
+            return None
+        return SiteCheck(self._decoder, self._geometry, packed, adapter, self.base.sites)
+
     def start_probes(self, probes: Iterable[Probe], adapter: Adapter | None) -> ProbeRun:
-        """Queue probes on the base or on an adapter that is held, of which each linear is looked at first."""
+        """Queue probes on the base or on an adapter that is held."""
         wanted, digest = tuple(probes), None if adapter is None else adapter.digest
-        is_exact = True
-        if adapter is not None:
-            packed = self._packed[adapter.digest]
-            if not self._decoder.ops.in_graphs:
-                is_exact = adds_exactly(self._decoder, self._geometry, packed, adapter, self.base.sites)
-        run = ProbeRun(wanted, is_exact=is_exact)
+        run = ProbeRun(wanted)
         for index, probe in enumerate(wanted):
             self._add(self._probes.add(run, index, probe, digest), self._now)
         return run
@@ -438,7 +439,8 @@ class Engine:
                 continue  # its request failed a moment ago
             if not sampled[entry.seq_id].is_finite:
                 ref = state.request.adapter
-                failure = self._fail(state, NonFiniteOutput(ref.label if ref is not None else self.base.name))
+                name = ref.label if ref is not None else self.base.name
+                failure = self._fail(state, NonFiniteOutput(name, state.served_by))
                 failed += [failure] if failure is not None else []
                 touched.pop(state.request.request_id, None)
                 continue

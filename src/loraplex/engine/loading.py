@@ -88,13 +88,8 @@ def _plan_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, d
 
 def _check_gpu_memory(geometry: PoolGeometry, flag: str, free: int, beside: int) -> None:
     """Raise ConfigError for a pool that does not fit into what is free on a GPU, less what base and workspace take."""
-    num_bytes = geometry.num_pages * geometry.page_bytes
-    if num_bytes > free - beside:
-        raise ConfigError(
-            f"The pool would take {num_bytes / GIB:.4g} GiB ({geometry.num_pages} pages of {geometry.page_bytes} "
-            f"bytes); the GPU has {free / GIB:.4g} GiB free, of which base and workspace take {beside / GIB:.4g} GiB. "
-            f"Lower {flag}."
-        )
+    there_is = f"the GPU has {free / GIB:.4g} GiB free, of which base and workspace take {beside / GIB:.4g} GiB"
+    _check_fits(geometry, flag, free - beside, there_is)
 
 
 def _beside_pool(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
@@ -128,11 +123,18 @@ def _workspace_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dt
 
 def _check_memory(geometry: PoolGeometry, flag: str) -> None:
     """Raise ConfigError for a pool that this machine cannot hold: found now, not when its pages are first written."""
-    num_bytes, available = geometry.num_pages * geometry.page_bytes, available_memory()
-    if available is not None and num_bytes > available:
+    available = available_memory()
+    if available is not None:
+        _check_fits(geometry, flag, available, f"this process may still use {available / GIB:.4g} GiB")
+
+
+def _check_fits(geometry: PoolGeometry, flag: str, left: int, there_is: str) -> None:
+    """Raise ConfigError for a pool of more than `left` bytes; `there_is` says where that number comes from."""
+    num_bytes = geometry.num_pages * geometry.page_bytes
+    if num_bytes > left:
         raise ConfigError(
             f"The pool would take {num_bytes / GIB:.4g} GiB ({geometry.num_pages} pages of {geometry.page_bytes} "
-            f"bytes); this process may still use {available / GIB:.4g} GiB. Lower {flag}."
+            f"bytes); {there_is}. Lower {flag}."
         )
 
 

@@ -42,8 +42,8 @@ class PackedAdapter:
         return offsets
 
 
-def holds_exactly(packed: PackedAdapter, adapter: Adapter, sites: Sequence[BaseSite]) -> bool:
-    """Whether packed pages and tables hold this adapter, value by value, and nothing else."""
+def find_packing_fault(packed: PackedAdapter, adapter: Adapter, sites: Sequence[BaseSite]) -> str | None:
+    """Where packed pages and tables hold something else than this adapter, value by value; None if nowhere."""
     modules = {module.site.name: module for module in adapter.modules}
     expected = np.zeros(len(sites), dtype=np.float32)
     for index, site in enumerate(sites):
@@ -51,12 +51,13 @@ def holds_exactly(packed: PackedAdapter, adapter: Adapter, sites: Sequence[BaseS
         chunks = range(*packed.chunk_start[index : index + 2].tolist())
         if module is None:
             if chunks:
-                return False
+                return f"the pages hold weights of {site.name}, which the adapter has not"
         elif not _module_lies_in(packed, chunks, module):
-            return False
+            return f"the pages hold other weights of {site.name} than the adapter"
         else:
             expected[index] = module.scale
-    return np.array_equal(packed.scale, expected)
+    wrong = np.flatnonzero(packed.scale != expected)
+    return f"the tables hold another scale of {sites[int(wrong[0])].name} than the adapter" if len(wrong) else None
 
 
 def _module_lies_in(packed: PackedAdapter, chunks: range, module: AdapterModule) -> bool:

@@ -49,13 +49,9 @@ def make_probes(vocab_size: int, special: Set[int], max_tokens: int) -> tuple[Pr
 
 
 class ProbeRun:
-    """Probes on their way through the engine. `done` is set when the last one has ended.
+    """Probes on their way through the engine. `done` is set when the last one has ended."""
 
-    `is_exact`: false if a linear was seen to add something else than the adapter (`site_check.py`).
-    """
-
-    def __init__(self, probes: Sequence[Probe], *, is_exact: bool = True) -> None:
-        self.is_exact = is_exact
+    def __init__(self, probes: Sequence[Probe]) -> None:
         self.done = threading.Event()
         self._rows: list[list[Tensor]] = [[] for _ in probes]
         self._num_open = len(probes)

@@ -5,7 +5,7 @@ with pages of their own. What came in between is compared with scale * (x A^T) B
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,36 +26,49 @@ _DEVIATIONS = 6.0  # of rounding
 _SEED = 20_260_731
 
 
-@torch.inference_mode()
-def adds_exactly(
-    decoder: Decoder, geometry: PoolGeometry, packed: PackedAdapter, adapter: Adapter, sites: Sequence[BaseSite]
-) -> bool:
-    """Whether every linear adds what the adapter's file says, and nothing else. For the thread that steps.
+class SiteCheck:
+    """The check of one adapter, a layer at a time, so that requests' steps run between. Made in any thread.
 
     Not for operations whose batches are bound to a runner's buffers (`Ops.in_graphs`).
     """
-    ops, random = decoder.ops, torch.Generator().manual_seed(_SEED)
-    lora = ops.bind_lora(_one_adapter(decoder, geometry, packed, adapter))
-    modules = {module.site.name: module for module in adapter.modules}
-    for linear in _linears(decoder):
-        rows = torch.randn(_BASE_ROWS + _ROWS, linear.d_in, generator=random)
-        x = rows.to(decoder.device, decoder.dtype)
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        geometry: PoolGeometry,
+        packed: PackedAdapter,
+        adapter: Adapter,
+        sites: Sequence[BaseSite],
+    ) -> None:
+        self._decoder = decoder
+        self._sites = sites
+        self._modules = {module.site.name: module for module in adapter.modules}
+        self._lora = _one_adapter(decoder, geometry, packed, adapter)
+        self._random = torch.Generator().manual_seed(_SEED)
+        self.num_layers = len(decoder.layers)
+
+    @torch.inference_mode()
+    def find_fault(self, layer: int) -> str | None:
+        """Where a layer's linears add something else than the adapter's file says. For the thread that steps."""
+        own = self._decoder.layers[layer]
+        lora = self._decoder.ops.bind_lora(self._lora)
+        faults = (self._fault_of(linear, lora) for linear in (own.qkv, own.output, own.gate_up, own.down))
+        return next((fault for fault in faults if fault is not None), None)
+
+    def _fault_of(self, linear: Linear, lora: LoraBatch) -> str | None:
+        rows = torch.randn(_BASE_ROWS + _ROWS, linear.d_in, generator=self._random)
+        x = rows.to(self._decoder.device, self._decoder.dtype)
         plain, adapted = (x.new_empty(len(x), linear.d_out) for _ in range(2))
-        ops.linear(x, linear, plain)
-        ops.linear(x, linear, adapted, lora)
+        self._decoder.ops.linear(x, linear, plain)
+        self._decoder.ops.linear(x, linear, adapted, lora)
         if not torch.equal(plain[:_BASE_ROWS], adapted[:_BASE_ROWS]):
-            return False
+            return f"{self._sites[linear.sites[0].index].name} changes rows of the base"
         for site in linear.sites:
-            columns = slice(site.out_offset, site.out_offset + site.d_out)
+            name, columns = self._sites[site.index].name, slice(site.out_offset, site.out_offset + site.d_out)
             before, after = plain[_BASE_ROWS:, columns], adapted[_BASE_ROWS:, columns]
-            if not _is_sum(before, after, x[_BASE_ROWS:], modules.get(sites[site.index].name)):
-                return False
-    return True
-
-
-def _linears(decoder: Decoder) -> Iterator[Linear]:
-    for layer in decoder.layers:
-        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+            if not _is_sum(before, after, x[_BASE_ROWS:], self._modules.get(name)):
+                return f"{name} adds something else than the adapter"
+        return None
 
 
 def _one_adapter(decoder: Decoder, geometry: PoolGeometry, packed: PackedAdapter, adapter: Adapter) -> LoraBatch:

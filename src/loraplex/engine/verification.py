@@ -12,6 +12,7 @@ value, with the adapter's file, and so is what each linear adds (`site_check.py`
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,8 +23,9 @@ from loraplex.core import AdapterComparison, AdapterDigest
 from loraplex.engine.config import GIB
 from loraplex.engine.loading import LoadedBase
 from loraplex.engine.merged_reference import ReferenceLogits, merged_logits
-from loraplex.engine.packing import PackedAdapter, holds_exactly
+from loraplex.engine.packing import PackedAdapter, find_packing_fault
 from loraplex.engine.probes import ANSWER_LENGTH, PROMPT_LENGTHS, Probe, ProbeRun, make_probes
+from loraplex.engine.site_check import SiteCheck
 from loraplex.model import LoadOptions
 
 ERRORS = 4.0  # the engine's error on the base, times this, may differ
@@ -33,6 +35,9 @@ FLOOR = 2.0**-16  # of the base's largest logit: what may differ where the engin
 
 RunProbes = Callable[[Iterable[Probe], Adapter | None], ProbeRun]
 """Runs probes on the base or on an adapter that is held, to their end."""
+
+BetweenSteps = Callable[[Callable[[], str | None]], str | None]
+"""Runs a function in the thread that steps, between two steps; what it returns."""
 
 
 class AdapterHolder(Protocol):
@@ -44,6 +49,10 @@ class AdapterHolder(Protocol):
 
     def release_adapter(self, digest: AdapterDigest) -> None:
         """Undo one `hold_adapter`."""
+        ...
+
+    def site_check(self, packed: PackedAdapter, adapter: Adapter) -> SiteCheck | None:
+        """A look at what each linear adds; None where the device's operations do not allow it."""
         ...
 
 
@@ -66,22 +75,30 @@ class Verifier:
         self._lock = threading.Lock()
         self._bases: dict[tuple[Probe, ...], _Base] = {}
 
-    def compare(self, adapter: Adapter, run_probes: RunProbes) -> AdapterComparison:
+    def compare(self, adapter: Adapter, run_probes: RunProbes, between_steps: BetweenSteps) -> AdapterComparison:
         """The figures of an adapter. Blocks while the engine runs the probes and the reference is computed here.
 
-        Raises AdapterRefused if the adapter cannot be brought into the pool, and what `run_probes` raises.
+        Raises AdapterRefused if the adapter cannot be brought into the pool, and what the two functions raise.
         """
         with self._lock:
             packed = self._holder.hold_adapter(adapter)
             try:
                 probes = self._probes(packed.num_pages)
                 base = self._base(probes, run_probes)
+                fault = find_packing_fault(packed, adapter, self._loaded.description.sites)
+                fault = fault or self._site_fault(packed, adapter, between_steps)
                 run = run_probes(probes, adapter)
             finally:
                 self._holder.release_adapter(adapter.digest)
-            is_exact = run.is_exact and holds_exactly(packed, adapter, self._loaded.description.sites)
-            served = run.logits() if is_exact else None
-            return _compare(served, self._reference(probes, adapter), base)
+            return _compare(run.logits(), self._reference(probes, adapter), base, fault)
+
+    def _site_fault(self, packed: PackedAdapter, adapter: Adapter, between_steps: BetweenSteps) -> str | None:
+        """The first linear that adds something else than the adapter; a layer between two steps."""
+        check = self._holder.site_check(packed, adapter)
+        if check is None:
+            return None
+        faults = (between_steps(partial(check.find_fault, layer)) for layer in range(check.num_layers))
+        return next((fault for fault in faults if fault is not None), None)
 
     def _probes(self, num_pages: int) -> tuple[Probe, ...]:
         """Probes that fit into the pool beside an adapter of so many pages."""
@@ -127,7 +144,7 @@ def _difference(a: Tensor | None, b: Tensor) -> float:
     return float("inf") if a is None else float((a - b).abs().max())
 
 
-def _compare(served: Tensor | None, merged: ReferenceLogits, base: _Base) -> AdapterComparison:
+def _compare(served: Tensor | None, merged: ReferenceLogits, base: _Base, failure: str | None) -> AdapterComparison:
     effect = _difference(merged.exact, base.exact)
     sensitivity = _difference(merged.rounded, merged.exact)
     floor, error = FLOOR * base.size, ERRORS * min(base.error, BASE_SHARE * base.size)
@@ -135,7 +152,7 @@ def _compare(served: Tensor | None, merged: ReferenceLogits, base: _Base) -> Ada
     tolerance = floor + max(error, min(more, EFFECT_SHARE * effect))
     difference = _difference(served, merged.exact)
     kl = float("inf") if served is None else _divergence(merged.exact, served)
-    return AdapterComparison.of(difference, kl, effect, tolerance)
+    return AdapterComparison.of(difference, kl, effect, tolerance, failure)
 
 
 def _divergence(reference: Tensor, served: Tensor) -> float:

@@ -104,14 +104,15 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Stamp:
-    """What a cached fingerprint is valid for: name, size and modification time of every weight file."""
+    """What a cached fingerprint is valid for: these very files, unchanged. No program can set the time of change of a
+    file, and a copy has another number: a cache that travels with a copied or unpacked model counts for nothing."""
 
-    files: tuple[tuple[str, int, int], ...]
+    files: tuple[tuple[str | int, ...], ...]  # of each: name, size, times of writing and change, device, number
 
 
 def _stamp(shards: Iterable[Path]) -> _Stamp:
     stats = ((shard.name, shard.stat()) for shard in shards)
-    return _Stamp(tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+    return _Stamp(tuple((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_dev, s.st_ino) for name, s in stats))
 
 
 def compute_fingerprint(checkpoint: Checkpoint, num_threads: int = os.cpu_count() or 1) -> BaseFingerprint:
@@ -135,7 +136,7 @@ def compute_fingerprint(checkpoint: Checkpoint, num_threads: int = os.cpu_count(
 
 
 def base_fingerprint(checkpoint: Checkpoint, num_threads: int = os.cpu_count() or 1) -> BaseFingerprint:
-    """The fingerprint, from the cache beside the weights when files' sizes and times are unchanged."""
+    """The fingerprint, from the cache beside the weights where that was made for these very files (`_Stamp`)."""
     path, stamp = checkpoint.directory / FINGERPRINT_CACHE, _stamp(checkpoint.shards)
     try:
         cached = json.loads(path.read_text(encoding="utf-8"))

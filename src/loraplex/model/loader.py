@@ -60,7 +60,7 @@ def list_sites(config: DecoderConfig) -> tuple[BaseSite, ...]:
     """Every adaptable linear; its place in this tuple is its index in the LoRA tables."""
     sizes = site_sizes(config)
     return tuple(
-        BaseSite(f"model.layers.{layer}.{path}", layer, path.rsplit(".", 1)[1], *sizes[path])
+        BaseSite(f"model.layers.{layer}.{path}", layer, path.rsplit(".", 1)[1], *sizes[path], _has_bias(config, path))
         for layer in range(config.num_layers)
         for path, _ in site_modules(config)
     )

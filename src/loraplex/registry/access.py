@@ -1,23 +1,52 @@
 """Who may do what: roles, and which tenants a caller can see."""
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 
 from loraplex.core import InvalidRequest
-from loraplex.core.registry_errors import PermissionDenied, TenantNotFound
+from loraplex.core.registry_errors import PermissionDenied, TenantNotFound, Unauthenticated
 from loraplex.registry.names import is_tenant_name
 from loraplex.registry.repository import Owner
-from loraplex.registry.schema import tenants
+from loraplex.registry.schema import api_keys, tenants
 from loraplex.registry.types import KeyId, Principal, Role, TenantId, TenantInfo
 
 LOCAL_KEY_ID = KeyId("local")
 LOCAL_OPERATOR = Principal(TenantId(""), "", Role.OPERATOR, LOCAL_KEY_ID)
-"""Whoever runs a command on the data directory. It has no tenant and can call no model."""
+"""Whoever runs a command on the data directory. It has no tenant and can call no model.
+
+With another key's id in it, it is this process itself, which acts because that key asked.
+"""
+_CALLER_QUERY = (
+    select(api_keys.c.tenant_id, api_keys.c.role, api_keys.c.expires_at, api_keys.c.revoked_at, tenants.c.disabled_at)
+    .join_from(api_keys, tenants, tenants.c.tenant_id == api_keys.c.tenant_id)
+    .where(api_keys.c.key_id == bindparam("key_id"))
+    .execution_options(cross_tenant="authentication")
+)
 
 
 def require_role(principal: Principal, role: Role) -> None:
     """Raise PermissionDenied unless the caller's role covers another. Looks at nothing but the role."""
     if not principal.role.covers(role):
         raise PermissionDenied(f"This needs the role {role.value}; the key has the role {principal.role.value}.")
+
+
+def check_caller(connection: Connection, principal: Principal, now: float) -> None:
+    """Raise unless the caller's key is still what it was when it came in: Unauthenticated, PermissionDenied (role).
+
+    Between that moment and a change lie an upload, a validation or a comparison: minutes.
+    """
+    if principal.key_id == LOCAL_KEY_ID:
+        return
+    row = connection.execute(_CALLER_QUERY, {"key_id": principal.key_id}).one_or_none()
+    if row is None or row.revoked_at is not None or row.disabled_at is not None:
+        raise Unauthenticated
+    if row.expires_at is not None and now >= row.expires_at:
+        raise Unauthenticated
+    for_itself = principal.tenant_id != LOCAL_OPERATOR.tenant_id
+    if for_itself and row.tenant_id != principal.tenant_id:
+        raise Unauthenticated
+    needed, role = principal.role if for_itself else Role.TENANT_ADMIN, Role(row.role)
+    if not role.covers(needed):
+        raise PermissionDenied(f"This needs the role {needed.value}; the key has the role {role.value} by now.")
 
 
 def find_tenant(connection: Connection, principal: Principal, name: str) -> TenantInfo:

@@ -12,6 +12,7 @@ from loraplex.core.limits import MAX_MODEL_NAME_CHARS
 from loraplex.core.registry_errors import (
     AdapterDeleted,
     AdapterNotVerified,
+    RegistryLimitReached,
     TenantNotFound,
     VersionConflict,
     VersionStateError,
@@ -20,7 +21,7 @@ from loraplex.registry import repository
 from loraplex.registry.access import find_owner, require_role, tenant_by_name
 from loraplex.registry.changes import Change, Store
 from loraplex.registry.lifecycle import VersionEvent, advance
-from loraplex.registry.limits import check_page
+from loraplex.registry.limits import MAX_FAILURE_CHARS, RegistryLimits, check_page
 from loraplex.registry.repository import AdapterRow, Owner
 from loraplex.registry.types import (
     AdapterDetail,
@@ -59,10 +60,11 @@ class Adapters:
     All methods raise PermissionDenied, TenantNotFound, ModelNotFound and AdapterDeleted.
     """
 
-    __slots__ = ("_store",)
+    __slots__ = ("_limits", "_store")
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, limits: RegistryLimits) -> None:
         self._store = store
+        self._limits = limits
 
     # ------------------------------------------------------------------ verification
     def record_verification(
@@ -70,7 +72,8 @@ class Adapters:
     ) -> VersionInfo:
         """Store a comparison with the merged reference. Operators only. A failed one makes the version unusable.
 
-        Raises InvalidRequest for figures that are not finite, VersionStateError.
+        Raises InvalidRequest for figures that are not finite, VersionStateError, and RegistryLimitReached after
+        `max_verifications` attempts, unless the comparison takes a usable version out of service.
         """
         require_role(principal, Role.OPERATOR)
         _check_result(result)
@@ -81,18 +84,26 @@ class Adapters:
             "kl": result.kl,
             "effect": result.effect,
             "tolerance": result.tolerance,
+            "failure": result.failure,
         }
         with self._subject(principal, tenant, name) as subject:
+            before = _live_version(subject, version)
+            if result.passed or not before.state.usable:
+                self._check_attempts(subject, version)
             info = self._advance(subject, version, event)
             self._add_verification(subject, version, result)
             subject.record("version.verify", version=version, **figures)
             return info
 
     def skip_verification(self, principal: Principal, tenant: str, name: str, version: int) -> VersionInfo:
-        """Let a version be used without comparison; who did it stays on record. Operators only."""
+        """Let a version be used without comparison; who did it stays on record. Operators only.
+
+        Raises VersionStateError, RegistryLimitReached.
+        """
         require_role(principal, Role.OPERATOR)
         with self._subject(principal, tenant, name) as subject:
             info = self._advance(subject, version, VersionEvent.SKIP)
+            self._check_attempts(subject, version)
             self._add_verification(subject, version, None)
             subject.record("version.skip_verification", version=version)
             return info
@@ -130,7 +141,10 @@ class Adapters:
 
     # ------------------------------------------------------------------ deletion
     def delete(self, principal: Principal, tenant: str, name: str) -> None:
-        """Delete a name with all its versions. Their tombstones stay, and the numbers are never used again."""
+        """Delete a name with all its versions and grants. Tombstones stay, and the numbers are never used again.
+
+        What is published later under the name is another adapter: neither grants nor keys bound to this one open it.
+        """
         require_role(principal, Role.TENANT_ADMIN)
         with self._subject(principal, tenant, name) as subject:
             connection, owner, adapter = subject.change.connection, subject.owner, subject.adapter
@@ -139,7 +153,9 @@ class Adapters:
             for info in repository.list_versions(connection, owner, adapter):
                 if info.state is not VersionState.DELETED:
                     self._bury(subject, info.number)
-            repository.set_deleted(connection, owner, adapter.adapter_id, subject.change.at)
+            for grantee in repository.list_grantees(connection, owner, adapter):
+                self._end_grant(subject, grantee)
+            repository.set_deleted(connection, owner, adapter, subject.change.at)
             subject.record("adapter.delete")
 
     def delete_version(self, principal: Principal, tenant: str, name: str, version: int) -> None:
@@ -174,14 +190,10 @@ class Adapters:
     def revoke_grant(self, principal: Principal, tenant: str, name: str, grantee: str) -> None:
         """Take a grant back. Operators only. Raises TenantNotFound if the tenant has none."""
         require_role(principal, Role.OPERATOR)
-        with self._subject(principal, tenant, name, deleted_too=True) as subject:
+        with self._subject(principal, tenant, name) as subject:
             other = tenant_by_name(subject.change.connection, grantee)
-            if other is None or not repository.remove_grant(
-                subject.change.connection, subject.owner, subject.adapter, other.tenant_id
-            ):
+            if other is None or not self._end_grant(subject, Owner(other.tenant_id, other.name)):
                 raise TenantNotFound(grantee)
-            subject.change.touch(other.tenant_id)
-            subject.record("grant.remove", grantee=grantee)
 
     # ------------------------------------------------------------------ reading
     def list(self, principal: Principal, tenant: str, after: str = "", limit: int = 100) -> tuple[AdapterInfo, ...]:
@@ -218,13 +230,11 @@ class Adapters:
 
     # ------------------------------------------------------------------ inside
     @contextmanager
-    def _subject(
-        self, principal: Principal, tenant: str, name: str, *, deleted_too: bool = False
-    ) -> Iterator[_Subject]:
-        with self._store.change() as change:
+    def _subject(self, principal: Principal, tenant: str, name: str) -> Iterator[_Subject]:
+        with self._store.change(principal) as change:
             owner = find_owner(change.connection, principal, tenant, enabled=False)
             adapter = _adapter(change.connection, owner, name)
-            if adapter.deleted and not deleted_too:
+            if adapter.deleted:
                 raise AdapterDeleted(f"{owner.name}/{name}")
             yield _Subject(change, owner, adapter, principal)
 
@@ -251,6 +261,21 @@ class Adapters:
         if action != "delete":
             subject.record(f"alias.{action}", from_version=current.active, to_version=target)
         return AliasInfo(target, move.revision)
+
+    def _check_attempts(self, subject: _Subject, number: int) -> None:
+        count = repository.count_verifications(subject.change.connection, subject.owner, subject.adapter, number)
+        if count >= self._limits.max_verifications:
+            message = f"Version {subject.label}@{number} has had {count} verifications; "
+            raise RegistryLimitReached(f"{message}the limit is {self._limits.max_verifications} (max_verifications).")
+
+    def _end_grant(self, subject: _Subject, grantee: Owner) -> bool:
+        """False if there was none."""
+        connection, owner, adapter = subject.change.connection, subject.owner, subject.adapter
+        if not repository.remove_grant(connection, owner, adapter, grantee.tenant_id):
+            return False
+        subject.change.touch(grantee.tenant_id)
+        subject.record("grant.remove", grantee=grantee.name)
+        return True
 
     def _bury(self, subject: _Subject, number: int) -> None:
         at, by = subject.change.at, subject.principal.key_id
@@ -293,6 +318,9 @@ def _check_result(result: VerificationResult) -> None:
     if result.passed and result.max_logit_difference > result.tolerance:
         message = f"A difference of {result.max_logit_difference} does not pass a tolerance of {result.tolerance}."
         raise InvalidRequest(message, "passed")
+    if result.failure is not None and (result.passed or len(result.failure) > MAX_FAILURE_CHARS):
+        message = f"A failure is for what did not pass, in at most {MAX_FAILURE_CHARS} characters."
+        raise InvalidRequest(message, "failure")
 
 
 def _shown(info: VersionInfo) -> str:

@@ -85,6 +85,7 @@ class Authenticator:
             key.key_id,
             bound_label(row, row.tenant_id),
             row.expires_at,
+            row.bound_life,
         )
 
 
@@ -103,6 +104,7 @@ def _key_query() -> Any:
             api_keys.c.role,
             api_keys.c.expires_at,
             api_keys.c.revoked_at,
+            api_keys.c.bound_life,
             tenants.c.name.label("tenant_name"),
             tenants.c.disabled_at,
             adapters.c.name,

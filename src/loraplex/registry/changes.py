@@ -11,13 +11,14 @@ from sqlalchemy import Connection, select, update
 from loraplex.core import ConfigError
 from loraplex.core.registry_errors import AuditUnavailable
 from loraplex.registry import schema
+from loraplex.registry.access import check_caller
 from loraplex.registry.audit import SYSTEM_CHAIN, AuditLog, Detail
 from loraplex.registry.audit_heads import FILE_NAME as HEADS_FILE
 from loraplex.registry.audit_heads import AuditHeads, Head
 from loraplex.registry.cache import TenantCache
 from loraplex.registry.database import Database
 from loraplex.registry.master_secret import MasterSecret
-from loraplex.registry.types import KeyId, TenantId
+from loraplex.registry.types import KeyId, Principal, TenantId
 
 OnStep = Callable[[str], None]
 """Called with the name of each step of a change; tests stop the process there."""
@@ -101,16 +102,18 @@ class Store:
             yield connection
 
     @contextlib.contextmanager
-    def change(self) -> Iterator[Change]:
-        """A change: alone in all processes, recorded, and known to the cache when the block has ended.
+    def change(self, principal: Principal) -> Iterator[Change]:
+        """A change by a caller: alone in all processes, recorded, and known to the cache when the block has ended.
 
-        Raises AuditUnavailable before anything is done if earlier heads cannot be signed.
+        Raises before anything is done: AuditUnavailable if earlier heads cannot be signed, Unauthenticated and
+        PermissionDenied if the caller's key, looked at in the same transaction, does not allow it any more.
         """
         self.audit.heads.append(())
         with self._write_lock:
             try:
                 with self.database.write() as connection:
                     change = Change(connection, self.audit, _next_epoch(connection), self.now())
+                    check_caller(connection, principal, change.at)
                     yield change
                     change.finish()
                     self._on_step("commit.before")

@@ -1,7 +1,7 @@
 """The connection to SQLite or PostgreSQL: how it is opened, brought to the newest schema, read and written.
 
-SQLite: WAL, full synchronisation, foreign keys. Reads take a deferred transaction, writes an immediate one. Everything
-else here is the same for both.
+SQLite: WAL, full synchronisation, foreign keys. Reads take a deferred transaction, writes an immediate one; neither
+begins, and no write ends, if the path does not lead to the file that was opened first. The rest is the same for both.
 """
 
 import contextlib
@@ -47,19 +47,52 @@ _WRITE = "loraplex_write"
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", String(32)))
 
-HEAD_REVISION = "0001"  # that of the newest file in migrations/versions
+HEAD_REVISION = "0002"  # that of the newest file in migrations/versions
+
+
+class _OpenedFile:
+    """SQLite's file as the first connection found it. Whoever removes it leaves connections that write to no path."""
+
+    __slots__ = ("_identity", "_path")
+
+    def __init__(self, database: str | None) -> None:
+        """`database` as SQLite gets it; None where there is no file. That of a URI is not looked at."""
+        is_path = database is not None and not database.startswith("file:")
+        self._path = Path(database or "").absolute() if is_path else None
+        self._identity: tuple[int, int] | None = None
+
+    def remember(self, connection: sqlite3.Connection, record: object) -> None:
+        if self._path is not None and self._identity is None:
+            self._identity = self._look(self._path)
+
+    def check(self) -> None:
+        """Raise RegistryUnavailable if the file was removed, moved or replaced."""
+        if self._path is not None and self._identity is not None and self._look(self._path) != self._identity:
+            raise RegistryUnavailable(
+                "The registry's database file was replaced while it was in use: put the old one back, or start again."
+            )
+
+    def _look(self, path: Path) -> tuple[int, int]:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise RegistryUnavailable(f"The registry's database file cannot be reached: {error.strerror}.") from None
+        return status.st_dev, status.st_ino
 
 
 class Database:
     """A pool of connections. Every method may be called from any thread."""
 
-    __slots__ = ("_engine", "_lock_path", "is_sqlite")
+    __slots__ = ("_engine", "_file", "_lock_path", "is_sqlite")
 
     def __init__(self, url: str | None, data_dir: Path) -> None:
         """`url` None means SQLite in the data directory. Raises ConfigError for a URL that cannot be used."""
         parsed = _parse_url(url) if url is not None else URL.create("sqlite", database=str(data_dir / SQLITE_NAME))
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._engine = _sqlite_engine(parsed) if self.is_sqlite else _postgres_engine(parsed)
+        self._file = _OpenedFile(parsed.database if self.is_sqlite else None)
+        if self.is_sqlite:
+            event.listen(self._engine, "connect", self._file.remember)
         self._lock_path = data_dir / "migrate.lock"
 
     @property
@@ -68,17 +101,22 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Connection]:
-        """A connection in a transaction that is rolled back. Raises RegistryUnavailable."""
+        """A connection in a transaction that sees one state and is rolled back. Raises RegistryUnavailable."""
+        self._file.check()
         with _translated(), self._engine.connect() as connection:
+            if not self.is_sqlite:  # where each statement would see a state of its own
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
             yield connection
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Connection]:
         """A connection in a transaction that commits unless the block raises. Raises RegistryUnavailable, StoreFull."""
+        self._file.check()
         with _translated(), self._engine.connect() as connection:
             connection = connection.execution_options(**{_WRITE: True})
             with connection.begin():
                 yield connection
+                self._file.check()
 
     def migrate(self) -> None:
         """Bring the schema to this version's. Raises ConfigError if it is newer than what we know."""

@@ -52,12 +52,12 @@ class Keys:
         """
         require_role(principal, Role.TENANT_ADMIN)
         self._check_scope(principal, role, bound_adapter, expires_at)
-        with self._store.change() as change:
+        with self._store.change(principal) as change:
             owner = find_owner(change.connection, principal, tenant)
             self._check_count(change.connection, owner, change.at)
-            bound_id = None
+            bound: dict[str, object] = {}
             if bound_adapter is not None:
-                bound_id, bound_adapter = _adapter_for(change.connection, owner, bound_adapter)
+                bound, bound_adapter = _adapter_for(change.connection, owner, bound_adapter)
             key = new_key()
             info = KeyInfo(key.key_id, role, bound_adapter, change.at, principal.key_id, expires_at, None)
             change.connection.execute(
@@ -66,10 +66,10 @@ class Keys:
                     tenant_id=owner.tenant_id,
                     secret_hash=hash_key(key, self._pepper).hex(),
                     role=role.value,
-                    bound_adapter_id=bound_id,
                     created_at=change.at,
                     created_by=principal.key_id,
                     expires_at=expires_at,
+                    **bound,
                 )
             )
             details = {"key": key.key_id, "role": role.value, "bound_adapter": bound_adapter, "expires_at": expires_at}
@@ -79,7 +79,7 @@ class Keys:
     def revoke(self, principal: Principal, tenant: str, key_id: str) -> KeyInfo:
         """Make a key worthless, for good. Raises TenantNotFound, KeyNotFound, PermissionDenied."""
         require_role(principal, Role.TENANT_ADMIN)
-        with self._store.change() as change:
+        with self._store.change(principal) as change:
             owner = find_owner(change.connection, principal, tenant, enabled=False)
             found = _find_key(change.connection, owner, key_id)
             if found is None:
@@ -135,27 +135,27 @@ class Keys:
             raise RegistryLimitReached(f"{message} Revoke one first.")
 
 
-def _adapter_for(connection: Connection, owner: Owner, model: str) -> tuple[str, str]:
-    """Id and label of an adapter that a tenant may use. Raises ModelNotFound."""
+def _adapter_for(connection: Connection, owner: Owner, model: str) -> tuple[dict[str, object], str]:
+    """The columns that bind a key to an adapter which its tenant may use, and the label. Raises ModelNotFound."""
     address = parse_model(model)
     if address.version is not None:
         raise InvalidRequest(f"A key is bound to an adapter, not to a version of it: {model!r}.", "bound_adapter")
     live = and_(adapters.c.name == address.name, adapters.c.deleted_at.is_(None))
     if address.tenant in (None, owner.name):
-        query = select(adapters.c.adapter_id).where(adapters.c.tenant_id == owner.tenant_id, live)
+        query = select(adapters.c.adapter_id, adapters.c.life).where(adapters.c.tenant_id == owner.tenant_id, live)
         label = address.name
     else:
         query = (
-            select(adapters.c.adapter_id)
+            select(adapters.c.adapter_id, adapters.c.life)
             .join_from(grants, adapters, grants.c.adapter_id == adapters.c.adapter_id)
             .join(tenants, tenants.c.tenant_id == adapters.c.tenant_id)
             .where(grants.c.grantee_id == owner.tenant_id, tenants.c.name == address.tenant, live)
         )
         label = f"{address.tenant}/{address.name}"
-    adapter_id = connection.execute(query).scalar_one_or_none()
-    if adapter_id is None:
+    row = connection.execute(query).one_or_none()
+    if row is None:
         raise ModelNotFound(model)
-    return adapter_id, label
+    return {"bound_adapter_id": row.adapter_id, "bound_life": row.life}, label
 
 
 def _find_key(connection: Connection, owner: Owner, key_id: str) -> KeyInfo | None:

@@ -1,10 +1,11 @@
 """How much one tenant may keep in the registry."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from loraplex.core import ConfigError, InvalidRequest
 
 MAX_PAGE = 1_000
+MAX_FAILURE_CHARS = 300  # of what a verification says was wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +15,13 @@ class RegistryLimits:
     max_keys: int = 1_000  # that are neither revoked nor expired
     max_adapters: int = 10_000  # names, deleted ones included
     max_versions: int = 10_000  # of one name, refused and deleted ones included
+    max_bytes: int = 2**40  # of stored files that its versions need, deleted ones aside; 10,000 adapters of 100 MB
+    max_verifications: int = 1_000  # of one version
 
     def __post_init__(self) -> None:
-        for name in ("max_keys", "max_adapters", "max_versions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"{field.name} must be at least 1, got {getattr(self, field.name)}.")
 
 
 def check_page(limit: int) -> None:

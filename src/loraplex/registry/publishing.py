@@ -6,6 +6,7 @@ the version and its audit entry. A crash before the commit leaves files that the
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, or_, select
@@ -13,7 +14,7 @@ from sqlalchemy import Connection, or_, select
 from loraplex.adapters import AdapterLimits, Artifact, read_artifact
 from loraplex.core import AdapterRefused, BaseDescription, BaseFingerprint, InvalidRequest, RefusalReason
 from loraplex.core.registry_errors import RegistryLimitReached, StoreUnavailable
-from loraplex.registry.access import LOCAL_KEY_ID, find_owner, require_role
+from loraplex.registry.access import LOCAL_OPERATOR, check_caller, find_owner, require_role
 from loraplex.registry.blobs import BlobStore, StagedBlob, is_blob_key
 from loraplex.registry.changes import Change, Store
 from loraplex.registry.lifecycle import VersionEvent, advance
@@ -24,10 +25,11 @@ from loraplex.registry.repository import (
     NewVersion,
     Owner,
     count_adapters,
+    count_bytes,
     find_adapter,
     insert_adapter,
     insert_version,
-    set_deleted,
+    revive,
 )
 from loraplex.registry.schema import versions
 from loraplex.registry.tenants import new_id
@@ -44,6 +46,18 @@ _MAX_TRIES = 3
 
 class _BlobSwept(Exception):
     """A sweep took a file between its publication and the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What the caller says of the base that the adapter was trained on."""
+
+    fingerprint: str | None
+    unverified: bool
+
+    def names_base(self, facts: AdapterFacts | None) -> bool:
+        """Whether the caller or the file names the base that is served. Another one has been refused by then."""
+        return self.fingerprint is not None or (facts is not None and facts.names_base)
 
 
 class Publisher:
@@ -79,21 +93,21 @@ class Publisher:
     ) -> VersionInfo:
         """See Registry.publish."""
         require_role(principal, Role.TENANT_ADMIN)
+        _check_form(base_fingerprint, source)
         with self._store.read() as connection:
+            check_caller(connection, principal, self._store.now())  # again in the change; here, before the work
             owner = find_owner(connection, principal, tenant)
-        check_adapter_name(name, owner.name, base.name)
-        _check_claim(base_fingerprint, base_unverified)
-        _check_source(source)
-        verified = base_fingerprint is not None
-        new = _new_version(principal, base, verified)
+            check_adapter_name(name, owner.name, base.name)
+            self._check_counts(connection, owner, name)
+        claim = _Claim(base_fingerprint, base_unverified)
         try:
             _check_base(base_fingerprint, base)
             artifact = read_artifact(directory, self._adapter_limits)
-            facts, stored = self._store_checked(artifact, base)
-            new = _new_version(principal, base, verified, facts, stored)
+            facts, stored = self._store_checked(owner, artifact, base, claim)
+            new = _new_version(principal, base, claim, facts, stored)
             return self._insert(principal, tenant, name, new, artifact, source)
         except AdapterRefused as refused:
-            new = _new_version(principal, base, verified, refusal=refused)
+            new = _new_version(principal, base, claim, refusal=refused)
             self._insert(principal, tenant, name, new, None, source)
             raise
 
@@ -112,24 +126,30 @@ class Publisher:
 
     def _delete(self, candidates: list[BlobKey], before: float) -> int:
         """Delete what is still old and unreferenced while no version can be inserted."""
-        with self._store.change() as change:
+        with self._store.change(LOCAL_OPERATOR) as change:
             gone = [key for key in _unreferenced(change.connection, candidates) if self._is_older(key, before)]
             for key in gone:
                 self._blobs.delete(key)
-            change.record(None, LOCAL_KEY_ID, "artifacts.sweep", files=[*gone])
+            change.record(None, LOCAL_OPERATOR.key_id, "artifacts.sweep", files=[*gone])
             return len(gone)
 
     def _is_older(self, key: BlobKey, before: float) -> bool:
         modified_at = self._blobs.modified_at(key)
         return modified_at is not None and modified_at < before
 
-    def _store_checked(self, artifact: Artifact, base: BaseDescription) -> tuple[AdapterFacts, ArtifactRef]:
+    def _store_checked(
+        self, owner: Owner, artifact: Artifact, base: BaseDescription, claim: _Claim
+    ) -> tuple[AdapterFacts, ArtifactRef]:
         """Stage both files, have them checked, publish them."""
         with self._staged(artifact) as (config, weights):
+            stored = ArtifactRef(config.ref, weights.ref)
+            with self._store.read() as connection:
+                self._check_bytes(connection, owner, stored)
             facts = self._validate(config, weights, base)
+            _check_claim(claim, facts)
             self._blobs.publish(config)
             self._blobs.publish(weights)
-            return facts, ArtifactRef(config.ref, weights.ref)
+            return facts, stored
 
     @contextlib.contextmanager
     def _staged(self, artifact: Artifact) -> Iterator[tuple[StagedBlob, StagedBlob]]:
@@ -151,7 +171,7 @@ class Publisher:
     ) -> VersionInfo:
         for _ in range(_MAX_TRIES):
             try:
-                with self._store.change() as change:
+                with self._store.change(principal) as change:
                     return self._insert_in(change, principal, tenant, name, new, source)
             except _BlobSwept:
                 if artifact is not None:
@@ -166,7 +186,9 @@ class Publisher:
         owner = find_owner(change.connection, principal, tenant)
         if new.artifact is not None and None in map(self._blobs.modified_at, _keys(new.artifact)):
             raise _BlobSwept
-        adapter = self._adapter(change, owner, name, revive=new.refusal is None)
+        if new.artifact is not None:
+            self._check_bytes(change.connection, owner, new.artifact)
+        adapter = self._adapter(change, owner, name, wake=new.refusal is None)
         version = insert_version(change.connection, owner, adapter, new, change.at, principal.key_id)
         change.record(
             owner.tenant_id,
@@ -178,43 +200,57 @@ class Publisher:
             files=[*_keys(new.artifact)] if new.artifact is not None else None,
             base=new.base_fingerprint,
             base_verified=new.base_verified,
+            base_named_by_file=new.facts is not None and new.facts.names_base,
             refusal=new.refusal,
             source=source,
         )
         return version
 
-    def _adapter(self, change: Change, owner: Owner, name: str, *, revive: bool) -> AdapterRow:
-        """The row of the name, made or taken out of its grave. Raises RegistryLimitReached."""
-        adapter = find_adapter(change.connection, owner, name)
+    def _adapter(self, change: Change, owner: Owner, name: str, *, wake: bool) -> AdapterRow:
+        """The row of the name, made or, with `wake`, taken out of its grave. Raises RegistryLimitReached."""
+        adapter = self._check_counts(change.connection, owner, name)
         if adapter is None:
-            count, limit = count_adapters(change.connection, owner), self._limits.max_adapters
+            return insert_adapter(change.connection, owner, new_id(), name, change.at)
+        if adapter.deleted and wake:
+            revive(change.connection, owner, adapter)
+        return adapter
+
+    def _check_counts(self, connection: Connection, owner: Owner, name: str) -> AdapterRow | None:
+        """The row of the name, if it may have one more version. Raises RegistryLimitReached."""
+        adapter = find_adapter(connection, owner, name)
+        if adapter is None:
+            count, limit = count_adapters(connection, owner), self._limits.max_adapters
             if count >= limit:
                 message = f"The tenant {owner.name!r} has {count} adapters; the limit is {limit} (max_adapters)."
                 raise RegistryLimitReached(message)
-            return insert_adapter(change.connection, owner, new_id(), name, change.at)
-        if adapter.next_number > self._limits.max_versions:
+        elif adapter.next_number > self._limits.max_versions:
             message = f"The adapter {owner.name}/{name} has had {adapter.next_number - 1} versions; "
             raise RegistryLimitReached(f"{message}the limit is {self._limits.max_versions} (max_versions).")
-        if adapter.deleted and revive:
-            set_deleted(change.connection, owner, adapter.adapter_id, None)
         return adapter
 
+    def _check_bytes(self, connection: Connection, owner: Owner, stored: ArtifactRef) -> None:
+        """Raise RegistryLimitReached if the tenant would keep too much with these files."""
+        num_bytes, limit = count_bytes(connection, owner, stored), self._limits.max_bytes
+        if num_bytes > limit:
+            message = f"The tenant {owner.name!r} would keep {num_bytes} bytes; the limit is {limit} (max_bytes). "
+            raise RegistryLimitReached(f"{message}Delete versions first.")
 
-def _check_claim(base_fingerprint: str | None, base_unverified: bool) -> None:
-    """Raise InvalidRequest unless the caller says which base, or that it does not know."""
-    if base_fingerprint is None and not base_unverified:
+
+def _check_claim(claim: _Claim, facts: AdapterFacts) -> None:
+    """Raise InvalidRequest unless the caller or the file says which base, or the caller that nobody knows."""
+    if not claim.names_base(facts) and not claim.unverified:
         raise InvalidRequest(
             "The fingerprint of the base that the adapter was trained on is missing; give base_fingerprint, or "
             "base_unverified to have its absence recorded.",
             "base_fingerprint",
         )
+
+
+def _check_form(base_fingerprint: str | None, source: str | None) -> None:
+    """Raise InvalidRequest for what is no fingerprint, or a note on the origin that cannot stand in the audit log."""
     if base_fingerprint is not None and not is_blob_key(base_fingerprint):
         message = f"base_fingerprint must have 64 lower-case hex digits, got {base_fingerprint!r:.80}."
         raise InvalidRequest(message, "base_fingerprint")
-
-
-def _check_source(source: str | None) -> None:
-    """Raise InvalidRequest unless a note on the origin can stand in the audit log."""
     if source is not None and not (len(source) <= MAX_SOURCE_CHARS and source.isprintable()):
         message = f"source must be at most {MAX_SOURCE_CHARS} printable characters, got {source!r:.80}."
         raise InvalidRequest(message, "source")
@@ -233,17 +269,18 @@ def _check_base(base_fingerprint: str | None, base: BaseDescription) -> None:
 def _new_version(
     principal: Principal,
     base: BaseDescription,
-    verified: bool,
+    claim: _Claim,
     facts: AdapterFacts | None = None,
     stored: ArtifactRef | None = None,
     refusal: AdapterRefused | None = None,
 ) -> NewVersion:
+    named = claim.names_base(facts)
     event = VersionEvent.REFUSE if refusal is not None else VersionEvent.VALIDATE
     return NewVersion(
         state=advance(VersionState.RECEIVED, event, "new"),
         base_fingerprint=BaseFingerprint(base.fingerprint),
-        base_verified=verified and refusal is None,
-        base_override_by=None if verified else principal.key_id,
+        base_verified=named and refusal is None,
+        base_override_by=principal.key_id if claim.unverified and not named else None,
         facts=facts,
         artifact=stored,
         refusal=refusal.reason_code if refusal is not None else None,

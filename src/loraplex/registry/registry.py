@@ -93,7 +93,7 @@ class Registry:
         pepper = secret.derive("api keys 1")
         self.tenants = Tenants(self._store)
         self.keys = Keys(self._store, pepper, config.limits)
-        self.adapters = Adapters(self._store)
+        self.adapters = Adapters(self._store, config.limits)
         self.adapter_limits = config.adapter_limits
         self._authenticator = Authenticator(self._store, pepper)
         self._resolver = Resolver(self._store)
@@ -165,9 +165,11 @@ class Registry:
         """Check an adapter directory and keep it as the next version of a name. Nothing is activated. Blocks.
 
         `directory` is a path that the server chose; never take one from a client.
-        `base_fingerprint` is the base it was trained on; without it `base_unverified` must be set, and is recorded.
+        `base_fingerprint` is the base it was trained on. Without it the weights' metadata must name it
+        (`base_fingerprint`), or `base_unverified` must be set, and is recorded.
         `source` is a note on where it came from, for the audit log.
-        For tenant admins and operators. Raises AdapterRefused, after recording the refused version, InvalidRequest,
+        For tenant admins and operators, whose keys must still be valid at the end: otherwise Unauthenticated, and
+        nothing is kept. Raises AdapterRefused, after recording the refused version, InvalidRequest,
         PermissionDenied, TenantNotFound, RegistryLimitReached, StoreFull, StoreReadOnly, ValidatorFailed.
         """
         return self._publisher.publish(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, union, update
 
 from loraplex.core import AdapterDigest, BaseFingerprint
 from loraplex.registry.names import MAX_VERSION_DIGITS, is_adapter_name
@@ -100,10 +100,19 @@ def insert_adapter(connection: Connection, owner: Owner, adapter_id: str, name: 
     return AdapterRow(adapter_id, name, 1, False, AliasInfo(None, 0))
 
 
-def set_deleted(connection: Connection, owner: Owner, adapter_id: str, at: float | None) -> None:
-    """Mark a name as deleted, or with None as there again."""
-    where = and_(adapters.c.tenant_id == owner.tenant_id, adapters.c.adapter_id == adapter_id)
-    connection.execute(update(adapters).where(where).values(deleted_at=at))
+def set_deleted(connection: Connection, owner: Owner, adapter: AdapterRow, at: float) -> None:
+    """Mark a name as deleted."""
+    connection.execute(update(adapters).where(_same(owner, adapter)).values(deleted_at=at))
+
+
+def revive(connection: Connection, owner: Owner, adapter: AdapterRow) -> None:
+    """A deleted name is there again, in a new life: keys that were bound before are not bound to it."""
+    values = {"deleted_at": None, "life": adapters.c.life + 1}
+    connection.execute(update(adapters).where(_same(owner, adapter)).values(**values))
+
+
+def _same(owner: Owner, adapter: AdapterRow) -> ColumnElement[bool]:
+    return and_(adapters.c.tenant_id == owner.tenant_id, adapters.c.adapter_id == adapter.adapter_id)
 
 
 def _adapters(owner: Owner) -> Any:
@@ -133,8 +142,7 @@ def insert_version(
     connection: Connection, owner: Owner, adapter: AdapterRow, new: NewVersion, at: float, by: KeyId
 ) -> VersionInfo:
     """The next version of an adapter. Nothing but its state ever changes afterwards."""
-    where = and_(adapters.c.tenant_id == owner.tenant_id, adapters.c.adapter_id == adapter.adapter_id)
-    connection.execute(update(adapters).where(where).values(next_number=adapter.next_number + 1))
+    connection.execute(update(adapters).where(_same(owner, adapter)).values(next_number=adapter.next_number + 1))
     values: dict[str, object] = {
         "adapter_id": adapter.adapter_id,
         "number": adapter.next_number,
@@ -154,6 +162,7 @@ def insert_version(
             "num_bytes": new.facts.num_bytes,
             "targets": ",".join(new.facts.targets),
             "declared_base": new.facts.declared_base,
+            "names_base": new.facts.names_base,
         }
     if new.artifact is not None:
         values |= {
@@ -234,7 +243,9 @@ def version_info(row: AnyRow, tenant: str, name: str) -> VersionInfo:
     facts = artifact = None
     if row.digest is not None:
         targets = tuple(row.targets.split(",")) if row.targets else ()
-        facts = AdapterFacts(AdapterDigest(row.digest), row.max_rank, row.num_bytes, targets, row.declared_base)
+        facts = AdapterFacts(
+            AdapterDigest(row.digest), row.max_rank, row.num_bytes, targets, row.declared_base, bool(row.names_base)
+        )
     if row.config_key is not None:
         artifact = artifact_ref(row)
     return VersionInfo(
@@ -258,6 +269,23 @@ def artifact_ref(row: AnyRow) -> ArtifactRef:
     return ArtifactRef(
         BlobRef(BlobKey(row.config_key), row.config_bytes), BlobRef(BlobKey(row.weights_key), row.weights_bytes)
     )
+
+
+def count_bytes(connection: Connection, owner: Owner, new: ArtifactRef) -> int:
+    """Bytes of the files that the tenant's versions need, deleted ones aside, and of `new`. A file counts once."""
+    keys = (new.config.key, new.weights.key)
+    columns = versions.c
+    files = [
+        select(key.label("key"), num_bytes.label("num_bytes")).where(
+            columns.tenant_id == owner.tenant_id,
+            columns.state != VersionState.DELETED.value,
+            key.not_in(keys),  # not true of a refused version, which has no files
+        )
+        for key, num_bytes in ((columns.config_key, columns.config_bytes), (columns.weights_key, columns.weights_bytes))
+    ]
+    stored = union(*files).subquery()
+    total = connection.execute(select(func.coalesce(func.sum(stored.c.num_bytes), 0))).scalar_one()
+    return int(total) + new.config.num_bytes + new.weights.num_bytes
 
 
 # ---------------------------------------------------------------------- pointers
@@ -311,7 +339,7 @@ def add_verification(
     by: KeyId,
 ) -> VerificationInfo:
     """The next attempt; `result` None where the comparison was skipped."""
-    attempt = len(list_verifications(connection, owner, adapter).get(number, ())) + 1
+    attempt = count_verifications(connection, owner, adapter, number) + 1
     values: dict[str, object] = {
         "adapter_id": adapter.adapter_id,
         "number": number,
@@ -328,9 +356,22 @@ def add_verification(
             "kl": result.kl,
             "effect": result.effect,
             "tolerance": result.tolerance,
+            "failure": result.failure,
         }
     connection.execute(insert(verifications).values(**values))
     return VerificationInfo(attempt, at, by, result)
+
+
+def count_verifications(connection: Connection, owner: Owner, adapter: AdapterRow, number: int) -> int:
+    """Number of attempts to verify a version."""
+    columns = verifications.c
+    query = (
+        select(func.count())
+        .select_from(verifications)
+        .where(columns.tenant_id == owner.tenant_id, columns.adapter_id == adapter.adapter_id)
+        .where(columns.number == number)
+    )
+    return int(connection.execute(query).scalar_one())
 
 
 def list_verifications(
@@ -352,7 +393,8 @@ def list_verifications(
 def _verification(row: AnyRow) -> VerificationInfo:
     result = None
     if not row.skipped:
-        result = VerificationResult(row.passed, row.max_logit_difference, row.kl, row.effect, row.tolerance)
+        figures = row.max_logit_difference, row.kl, row.effect, row.tolerance
+        result = VerificationResult(row.passed, *figures, row.failure)
     return VerificationInfo(row.attempt, row.at, KeyId(row.by), result)
 
 

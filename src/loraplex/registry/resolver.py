@@ -5,7 +5,7 @@ outlives its cause.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import ColumnElement, Integer, and_, bindparam, select, union_all
@@ -22,6 +22,19 @@ from loraplex.registry.types import ModelPage, Principal, ResolvedVersion, Tenan
 
 _Find = Callable[[Principal, str, ModelAddress], ResolvedVersion]
 _USABLE = tuple(state.value for state in VersionState if state.usable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the cache holds: a version under the name that its owner calls it by, and the adapter's life."""
+
+    version: ResolvedVersion
+    life: int
+
+    def check_binding(self, principal: Principal, model: str) -> None:
+        """Raise AdapterDeleted if the key is bound to an earlier adapter of this name."""
+        if principal.bound_life not in (None, self.life):
+            raise AdapterDeleted(model)
 
 
 class Resolver:
@@ -54,9 +67,11 @@ class Resolver:
             if bound is not None:
                 raise ModelNotFound(model)
             return None
-        found = find(principal, model, parse_model(model))
-        if bound is not None and found.ref.name != bound:
+        address = parse_model(model)
+        # Before anything is looked up: to a bound key, what is not its own does not exist, in whatever state it is.
+        if bound is not None and _place(principal, address) != _place(principal, parse_model(bound)):
             raise ModelNotFound(model)
+        found = find(principal, model, address)
         if found.base_fingerprint != base.fingerprint:
             raise WrongBase(
                 f"The model {model!r} belongs to the base {found.base_fingerprint[:12]}..., "
@@ -71,7 +86,7 @@ class Resolver:
         query = _PAGE_QUERY if bound is None else _BOUND_PAGE_QUERY
         values = {"tenant": principal.tenant_id, "base": base.fingerprint, "after": after, "num_rows": limit + 1}
         with self._store.read() as connection:
-            rows = connection.execute(query, {**values, "bound": bound}).all()
+            rows = connection.execute(query, {**values, "bound": bound, "life": principal.bound_life}).all()
         models = tuple(_resolved(row, row.label) for row in rows[:limit])
         return ModelPage(models, models[-1].ref.name if len(rows) > limit else None)
 
@@ -82,15 +97,17 @@ class Resolver:
         own = address.tenant is None or address.tenant == principal.tenant
         owner = principal.tenant_id if own else self._granter(principal, model, address, epoch)
         key = (address.name, address.version)
-        found = cache.get(owner, key)
-        if not isinstance(found, ResolvedVersion):
+        kept = cache.get(owner, key)
+        if not isinstance(kept, _Kept):
             query = _ACTIVE_QUERY if address.version is None else _NUMBER_QUERY
             values = {"owner": owner, "name": address.name, "number": address.version}
             with self._store.read() as connection:
                 row = connection.execute(query, values).one_or_none()
-            found = _resolved(_usable(row, model), address.name)
-            cache.put(owner, key, found, epoch)
-        return found if own else _as_granted(found, address)
+            row = _usable(row, principal, model)
+            kept = _Kept(_resolved(row, address.name), row.life)
+            cache.put(owner, key, kept, epoch)
+        kept.check_binding(principal, model)
+        return kept.version if own else _as_granted(kept.version, address)
 
     def _recall(self, principal: Principal, model: str, address: ModelAddress) -> ResolvedVersion:
         """What `_find` has kept. Raises NotInMemory."""
@@ -98,10 +115,11 @@ class Resolver:
         own = address.tenant is None or address.tenant == principal.tenant
         owner = principal.tenant_id if own else cache.get(principal.tenant_id, _grant_key(address))
         fresh = cache.is_fresh and isinstance(owner, str)
-        found = cache.get(TenantId(str(owner)), (address.name, address.version)) if fresh else None
-        if not isinstance(found, ResolvedVersion):
+        kept = cache.get(TenantId(str(owner)), (address.name, address.version)) if fresh else None
+        if not isinstance(kept, _Kept):
             raise NotInMemory
-        return found if own else _as_granted(found, address)
+        kept.check_binding(principal, model)
+        return kept.version if own else _as_granted(kept.version, address)
 
     def _granter(self, principal: Principal, model: str, address: ModelAddress, epoch: int) -> TenantId:
         """The owner of an adapter that the caller was granted. Raises ModelNotFound, whether it exists or not."""
@@ -118,6 +136,11 @@ class Resolver:
         return TenantId(owner)
 
 
+def _place(principal: Principal, address: ModelAddress) -> tuple[str, str]:
+    """Owner and name of an address without its version: the same for all spellings of one adapter."""
+    return (address.tenant if address.tenant is not None else principal.tenant), address.name
+
+
 def _grant_key(address: ModelAddress) -> tuple[str, str | None, str]:
     """Where the cache keeps the owner of an adapter that was granted."""
     return "grant", address.tenant, address.name
@@ -128,10 +151,12 @@ def _as_granted(found: ResolvedVersion, address: ModelAddress) -> ResolvedVersio
     return replace(found, ref=replace(found.ref, name=f"{address.tenant}/{address.name}"))
 
 
-def _usable(row: AnyRow | None, model: str) -> AnyRow:
+def _usable(row: AnyRow | None, principal: Principal, model: str) -> AnyRow:
     """The row of a version that may serve, or the reason why it may not."""
     if row is None or row.disabled_at is not None:
         raise ModelNotFound(model)
+    if principal.bound_life not in (None, row.life):  # what is there now is not what the key was bound to
+        raise AdapterDeleted(model)
     if row.number is None:  # no such version, or none is active
         if row.deleted_at is not None:
             raise AdapterDeleted(model)
@@ -178,6 +203,7 @@ def _version_query(number: ColumnElement[int]) -> Any:
             versions.c.state,
             versions.c.refusal,
             adapters.c.deleted_at,
+            adapters.c.life,
             tenants.c.disabled_at,
             tenants.c.name.label("owner"),
         )
@@ -218,7 +244,8 @@ def _page_query(*, bound: bool) -> Any:
             .where(tenant == bindparam("tenant"), label > bindparam("after"), tenants.c.disabled_at.is_(None))
             .where(versions.c.state.in_(_USABLE), versions.c.base_fingerprint == bindparam("base"))
         )
-        arms.append(arm.where(label == bindparam("bound")) if bound else arm)
+        own = and_(label == bindparam("bound"), adapters.c.life == bindparam("life"))
+        arms.append(arm.where(own) if bound else arm)
     both = union_all(*arms).subquery()
     return select(both).order_by(both.c.label).limit(bindparam("num_rows", type_=Integer))
 

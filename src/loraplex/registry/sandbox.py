@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -79,7 +79,7 @@ def _order(
             "vocab_size": base.vocab_size,
             "num_layers": base.num_layers,
             "tied_embeddings": base.tied_embeddings,
-            "sites": [[site.name, site.layer, site.module, site.d_in, site.d_out] for site in base.sites],
+            "sites": [list(astuple(site)) for site in base.sites],
         },
     }
 
@@ -136,8 +136,8 @@ def _facts(answer: bytes, sandbox: SandboxLimits) -> AdapterFacts:
         raise _too_large("more memory than was given", f"memory_bytes, {sandbox.memory_bytes},")
     if "refused" in fields:
         raise _refusal(fields)
-    digest, rank, num_bytes, targets, declared = (
-        fields.get(name) for name in ("digest", "max_rank", "num_bytes", "targets", "declared_base")
+    digest, rank, num_bytes, targets, declared, names_base = (
+        fields.get(name) for name in ("digest", "max_rank", "num_bytes", "targets", "declared_base", "names_base")
     )
     if not (
         isinstance(digest, str)
@@ -147,9 +147,10 @@ def _facts(answer: bytes, sandbox: SandboxLimits) -> AdapterFacts:
         and isinstance(targets, list)
         and all(isinstance(target, str) for target in targets)
         and (declared is None or isinstance(declared, str))
+        and isinstance(names_base, bool)
     ):
         raise ValidatorFailed("The process that checks adapters gave an answer of another form.")
-    return AdapterFacts(AdapterDigest(digest), rank, num_bytes, tuple(targets), declared)
+    return AdapterFacts(AdapterDigest(digest), rank, num_bytes, tuple(targets), declared, names_base)
 
 
 def _refusal(fields: Mapping[str, object]) -> AdapterRefused | ValidatorFailed:

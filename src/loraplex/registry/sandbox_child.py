@@ -6,9 +6,13 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loraplex.core import BaseDescription
 
 _CHUNK_BYTES = 2**26
+METADATA_KEY = "base_fingerprint"
 
 
 def main() -> None:
@@ -47,6 +51,7 @@ def _check(order: Mapping[str, Any]) -> Mapping[str, object]:
     sites = tuple(BaseSite(*site) for site in fields.pop("sites"))
     base = BaseDescription(**fields, sites=sites)
     try:
+        names_base = names_the_base(weights, base)
         adapter = check_artifact(
             Artifact(bytes(config), weights), base, AdapterLimits(order["max_rank"], order["max_bytes"])
         )
@@ -58,7 +63,29 @@ def _check(order: Mapping[str, Any]) -> Mapping[str, object]:
         "num_bytes": adapter.num_bytes,
         "targets": list(adapter.targets),
         "declared_base": adapter.declared_base,
+        "names_base": names_base,
     }
+
+
+def names_the_base(weights: memoryview, base: "BaseDescription") -> bool:
+    """Whether the weights' metadata holds the base's fingerprint. Raises AdapterRefused (BASE_MISMATCH) for another's.
+
+    What is wrong with a header is for `check_artifact` to say; here it names nothing.
+    """
+    from loraplex.adapters import read_metadata
+    from loraplex.core import AdapterRefused, RefusalReason
+
+    try:
+        named = read_metadata(weights).get(METADATA_KEY)
+    except AdapterRefused:
+        return False
+    if named is not None and named != base.fingerprint:
+        message = (
+            f"The metadata of adapter_model.safetensors names the base {named!r:.80}, "
+            f"but {base.name!r} has the fingerprint {base.fingerprint[:12]}...."
+        )
+        raise AdapterRefused(RefusalReason.BASE_MISMATCH, message, METADATA_KEY)
+    return named is not None
 
 
 def _read(path: str, sha256: str, num_bytes: int) -> memoryview:

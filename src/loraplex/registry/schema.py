@@ -24,6 +24,8 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
+from loraplex.registry.limits import MAX_FAILURE_CHARS
+
 AnyRow: TypeAlias = Row[*tuple[Any, ...]]
 
 metadata = MetaData(
@@ -84,6 +86,7 @@ adapters = Table(
     Column("next_number", Integer, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("deleted_at", Double),
+    Column("life", Integer, nullable=False, server_default="1"),  # one more each time it is published after deletion
     UniqueConstraint("tenant_id", "name"),
     UniqueConstraint("tenant_id", "adapter_id"),
 )
@@ -104,6 +107,7 @@ versions = Table(
     Column("num_bytes", BigInteger),
     Column("targets", Text),  # names joined by commas
     Column("declared_base", Text),
+    Column("names_base", Boolean(create_constraint=False)),
     Column("config_key", _hash(), index=True),
     Column("config_bytes", BigInteger),
     Column("weights_key", _hash(), index=True),
@@ -151,6 +155,7 @@ verifications = Table(
     Column("kl", Double),
     Column("effect", Double),
     Column("tolerance", Double),
+    Column("failure", String(MAX_FAILURE_CHARS)),
     Column("at", Double, nullable=False),
     Column("by", String(16), nullable=False),
     ForeignKeyConstraint(["adapter_id", "number"], ["versions.adapter_id", "versions.number"]),
@@ -187,6 +192,7 @@ api_keys = Table(
     Column("secret_hash", _hash(), nullable=False),
     Column("role", String(16), nullable=False),
     Column("bound_adapter_id", _id(), ForeignKey("adapters.adapter_id")),
+    Column("bound_life", Integer),  # the adapter's when it was bound
     Column("created_at", Double, nullable=False),
     Column("created_by", String(16), nullable=False),
     Column("expires_at", Double),

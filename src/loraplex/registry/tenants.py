@@ -25,7 +25,7 @@ class Tenants:
         """A new tenant. Raises InvalidRequest (name), TenantExists."""
         require_role(principal, Role.OPERATOR)
         check_tenant_name(name)
-        with self._store.change() as change:
+        with self._store.change(principal) as change:
             if tenant_by_name(change.connection, name) is not None:
                 raise TenantExists(f"The tenant {name!r} exists already; choose another name.")
             tenant = TenantInfo(TenantId(new_id()), name, change.at, None)
@@ -65,7 +65,7 @@ class Tenants:
 
     def _set_disabled(self, principal: Principal, name: str, *, disabled: bool) -> TenantInfo:
         require_role(principal, Role.OPERATOR)
-        with self._store.change() as change:
+        with self._store.change(principal) as change:
             tenant = find_tenant(change.connection, principal, name)
             at = change.at if disabled else None
             table = schema.tenants

@@ -47,7 +47,10 @@ class VersionState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who is calling, as an API key says. `bound_adapter` is the only model the key may use, if it is bound to one."""
+    """Who is calling, as an API key says. `bound_adapter` is the only model the key may use, if it is bound to one.
+
+    The binding ends with the adapter: what is published later under its name has another life than `bound_life`.
+    """
 
     tenant_id: TenantId
     tenant: str
@@ -55,6 +58,7 @@ class Principal:
     key_id: KeyId
     bound_adapter: str | None = None  # as the caller would write it: `name`, or `tenant/name` where it was granted
     expires_at: float | None = None
+    bound_life: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class AdapterFacts:
     num_bytes: int
     targets: tuple[str, ...]
     declared_base: str | None  # the name its config gives; proof of nothing
+    names_base: bool = False  # the weights' metadata holds the fingerprint of the base that it was checked against
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,7 @@ class VerificationResult:
     kl: float  # nats, mean over the positions compared
     effect: float  # largest change of a logit against the base without adapter; 0 means that it changes nothing
     tolerance: float  # what `max_logit_difference` was held against
+    failure: str | None = None  # what was wrong whatever the logits say, in words
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from loraplex.adapters import Adapter
-from loraplex.core import BaseDescription
+from loraplex.core import BaseDescription, LoraplexError
 from loraplex.core.comparison import AdapterComparison
 from loraplex.core.registry_errors import AdapterDeleted, WrongBase
 from loraplex.registry import Principal, Registry, Role, VerificationResult, VersionState
@@ -147,6 +147,7 @@ class AdminOperations:
             kl=figures.kl,
             effect=figures.effect,
             tolerance=figures.tolerance,
+            failure=figures.failure,
         )
         self._registry.adapters.record_verification(self._engine_for_caller(), tenant, name, version, result)
         return self._verified(tenant, name, version)
@@ -197,6 +198,14 @@ class AdminOperations:
     def verify_audit(self, tenant: str | None = None) -> AuditReportView:
         """Check the audit log of one tenant, or of all."""
         return AuditReportView.of(self._registry.verify_audit(self._principal, tenant))
+
+    def digest_of(self, tenant: str, name: str, version: int) -> str | None:
+        """The digest of a version that the caller may see; None where there is none."""
+        try:
+            facts = self._registry.adapters.version(self._principal, tenant, name, version).facts
+        except LoraplexError:  # what is asked of the version next says what is wrong
+            return None
+        return None if facts is None else facts.digest
 
     # ------------------------------------------------------------------ inside
     def _verified(self, tenant: str, name: str, version: int) -> VerifiedView:

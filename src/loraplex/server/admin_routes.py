@@ -28,11 +28,11 @@ from loraplex.server.admin_schema import (
 )
 from loraplex.server.admin_uploads import MAX_UPLOAD_BYTES, UploadForm, boundary_of, receive_form
 from loraplex.server.admin_views import VersionView, View
-from loraplex.server.body import read_body
 from loraplex.server.callers import Access
 from loraplex.server.context import context_of
 from loraplex.server.routing import RouteSpec
 from loraplex.server.service import Service
+from loraplex.server.work import WorkKind
 
 _TENANT = "/admin/v1/tenants/{tenant}"
 _ADAPTER = f"{_TENANT}/adapters/{{name}}"
@@ -53,19 +53,19 @@ async def list_tenants(service: Service, http: Request) -> Response:
 
 async def create_tenant(service: Service, http: Request) -> Response:
     """POST /admin/v1/tenants."""
-    body = await read_body(http, NewTenantBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, NewTenantBody)
     return _json(await service.queries.run(_operations(service, http).create_tenant, body.tenant), 201)
 
 
 async def disable_tenant(service: Service, http: Request) -> Response:
     """POST .../disable."""
-    await read_body(http, EmptyBody, service.config.body_timeout_s)
+    await service.bodies.read(http, EmptyBody)
     return _json(await service.queries.run(_operations(service, http).disable_tenant, _tenant(http)))
 
 
 async def enable_tenant(service: Service, http: Request) -> Response:
     """POST .../enable."""
-    await read_body(http, EmptyBody, service.config.body_timeout_s)
+    await service.bodies.read(http, EmptyBody)
     return _json(await service.queries.run(_operations(service, http).enable_tenant, _tenant(http)))
 
 
@@ -83,7 +83,7 @@ async def list_keys(service: Service, http: Request) -> Response:
 
 async def create_key(service: Service, http: Request) -> Response:
     """POST .../keys. The answer holds the key's text, so nothing may keep it."""
-    body = await read_body(http, NewKeyBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, NewKeyBody)
     create = _operations(service, http).create_key
     view = await service.queries.run(create, _tenant(http), Role(body.role), body.bound_adapter, body.expires_at)
     answer = _json(view, 201)
@@ -112,6 +112,14 @@ async def show_adapter(service: Service, http: Request) -> Response:
 async def upload_version(service: Service, http: Request) -> Response:
     """POST .../versions: a form with `config`, `weights` and what is known of the base."""
     boundary = boundary_of(http)
+    with service.work.place(WorkKind.UPLOAD, _account(http)):
+        view = await _receive_version(service, http, boundary)
+    target = context_of(http).target
+    target.version, target.digest = view.version, view.digest
+    return _json(view, 201)
+
+
+async def _receive_version(service: Service, http: Request, boundary: bytes) -> VersionView:
     tenant, name = _adapter(http)
     operations, registry = _operations(service, http), _registry(service)
     await service.queries.run(operations.list_adapters, tenant, "", 1)  # refuses strangers before their bytes
@@ -119,32 +127,40 @@ async def upload_version(service: Service, http: Request) -> Response:
         upload = registry.upload_directory(_declared_len(http))
         directory = await service.queries.run(stack.enter_context, upload)
         form = UploadForm(boundary, directory, registry.adapter_limits)
-        claim = await receive_form(http, form, service.queries, service.config.body_timeout_s)
+        claim = await receive_form(http, form, service.uploads, service.config.body_timeout_s)
         publish = _publisher(stack.pop_all(), operations, directory, service.engine.base)
-        return _json(await service.work.run(publish, tenant, name, claim), 201)
+        return await service.work.run(_account(http), publish, tenant, name, claim)
 
 
 async def verify_version(service: Service, http: Request) -> Response:
     """POST .../verify: the engine that serves compares, beside its requests."""
-    body = await read_body(http, VerifyBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, VerifyBody)
     operations, (tenant, name), version = _operations(service, http), _adapter(http), _version(http)
+    await _note_version(service, http, version)
     if body.skip:
         return _json(await service.queries.run(operations.skip_verification, tenant, name, version))
     engine = service.engine
-    return _json(await service.work.run(operations.compare, tenant, name, version, engine.base, engine.compare))
+    account = _account(http)
+    with service.work.place(WorkKind.VERIFICATION, account):
+        call = operations.compare
+        return _json(await service.work.run(account, call, tenant, name, version, engine.base, engine.compare))
 
 
 async def activate(service: Service, http: Request) -> Response:
     """POST .../activate."""
-    body = await read_body(http, ActivateBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, ActivateBody)
     call = _operations(service, http).activate
+    await _note_version(service, http, body.version)
     return _json(await service.queries.run(call, *_adapter(http), body.version, body.expected))
 
 
 async def rollback(service: Service, http: Request) -> Response:
     """POST .../rollback."""
-    body = await read_body(http, RollbackBody, service.config.body_timeout_s)
-    return _json(await service.queries.run(_operations(service, http).rollback, *_adapter(http), body.expected))
+    body = await service.bodies.read(http, RollbackBody)
+    view = await service.queries.run(_operations(service, http).rollback, *_adapter(http), body.expected)
+    if view.active is not None:
+        await _note_version(service, http, view.active)
+    return _json(view)
 
 
 async def delete_adapter(service: Service, http: Request) -> Response:
@@ -155,6 +171,7 @@ async def delete_adapter(service: Service, http: Request) -> Response:
 async def delete_version(service: Service, http: Request) -> Response:
     """DELETE .../versions/{version}."""
     call = _operations(service, http).delete_version
+    await _note_version(service, http, _version(http))
     return _json(await service.queries.run(call, *_adapter(http), _version(http)))
 
 
@@ -180,12 +197,18 @@ async def list_audit(service: Service, http: Request) -> Response:
 
 async def verify_tenant_audit(service: Service, http: Request) -> Response:
     """GET .../audit/verify."""
-    return _json(await service.work.run(_operations(service, http).verify_audit, _tenant(http)))
+    return await _check_audit(service, http, _tenant(http))
 
 
 async def verify_audit(service: Service, http: Request) -> Response:
     """GET /admin/v1/audit/verify."""
-    return _json(await service.work.run(_operations(service, http).verify_audit))
+    return await _check_audit(service, http, None)
+
+
+async def _check_audit(service: Service, http: Request, tenant: str | None) -> Response:
+    account = _account(http)
+    with service.work.place(WorkKind.AUDIT, account):
+        return _json(await service.work.run(account, _operations(service, http).verify_audit, tenant))
 
 
 # ---------------------------------------------------------------------- inside
@@ -195,6 +218,10 @@ def _operations(service: Service, http: Request) -> AdminOperations:
     if caller is None or caller.principal is None:
         raise PermissionDenied("The admin API needs a key of the registry.")
     return AdminOperations(_registry(service), caller.principal)
+
+
+def _account(http: Request) -> str:
+    return context_of(http).known_caller.account
 
 
 def _registry(service: Service) -> Registry:
@@ -231,6 +258,13 @@ def _version(http: Request) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))):
         raise ModelNotFound("/".join(_adapter(http)) + f"@{text:.20}")
     return int(text)
+
+
+async def _note_version(service: Service, http: Request, version: int) -> None:
+    """Put the version that a request is about on its log line, with its digest."""
+    target, operations = context_of(http).target, _operations(service, http)
+    target.version = version
+    target.digest = await service.queries.run(operations.digest_of, *_adapter(http), version)
 
 
 def _page(http: Request) -> tuple[str, int]:

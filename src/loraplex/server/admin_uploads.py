@@ -4,6 +4,7 @@ The names that a client gives its files are never looked at. Each part has a har
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,7 @@ from loraplex.server.threads import WorkerThreads
 
 MAX_UPLOAD_BYTES = DEFAULT_MAX_BYTES + MAX_CONFIG_BYTES + 2**20  # of a whole form, before the registry's own limit
 MAX_UPLOAD_S = 3600.0
+MIN_BYTES_PER_S = 16 * 2**10  # over any stretch of `idle_s` seconds of waiting for the client
 FIELDS = ("base_fingerprint", "base_unverified", "source")
 _MAX_FIELD_BYTES = 2_000
 _WRITE_BYTES = 2**20
@@ -172,7 +174,8 @@ def boundary_of(http: Request) -> bytes:
 async def receive_form(http: Request, form: UploadForm, threads: WorkerThreads, idle_s: float) -> BaseClaim:
     """Take in a whole form; its files are written in `threads`.
 
-    Raises what the form raises, and HTTPException (408) where nothing came for `idle_s` or it took MAX_UPLOAD_S.
+    Raises what the form raises, and HTTPException (408) where nothing came for `idle_s`, less than MIN_BYTES_PER_S came
+    over as many seconds, or it took MAX_UPLOAD_S.
     """
     buffer = bytearray()
     with form:
@@ -186,19 +189,29 @@ async def receive_form(http: Request, form: UploadForm, threads: WorkerThreads, 
                 await threads.run(form.write, bytes(buffer))
                 return await threads.run(form.finish)
         except TimeoutError:
-            message = f"The upload stood still for {idle_s:g} s, or took more than {MAX_UPLOAD_S:g} s."
+            message = (
+                f"The upload stood still for {idle_s:g} s, brought less than {MIN_BYTES_PER_S} bytes per second over "
+                f"that time, or took more than {MAX_UPLOAD_S:g} s."
+            )
             raise HTTPException(408, message, {"Connection": "close"}) from None
 
 
 async def _chunks(http: Request, idle_s: float) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises TimeoutError."""
+    """The body as it arrives. Raises TimeoutError. Only waiting counts, so a slow disk of ours is not the client's."""
     stream = aiter(http.stream())
+    waited_s, num_bytes = 0.0, 0
     while True:
+        started = time.perf_counter()
         async with asyncio.timeout(idle_s):
             try:
                 chunk = await anext(stream)
             except StopAsyncIteration:
                 return
+        waited_s, num_bytes = waited_s + time.perf_counter() - started, num_bytes + len(chunk)
+        if waited_s >= idle_s:
+            if num_bytes < MIN_BYTES_PER_S * waited_s:
+                raise TimeoutError
+            waited_s, num_bytes = 0.0, 0
         if chunk:
             yield chunk
 

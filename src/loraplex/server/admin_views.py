@@ -216,6 +216,7 @@ class VerificationView(View):
     tolerance: float | None
     kl: float | None
     effect: float | None
+    failure: str | None
 
     @classmethod
     def of(cls, version: int, info: VerificationInfo) -> "VerificationView":
@@ -231,6 +232,7 @@ class VerificationView(View):
             tolerance=result.tolerance if result is not None else None,
             kl=result.kl if result is not None else None,
             effect=result.effect if result is not None else None,
+            failure=result.failure if result is not None else None,
         )
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import quote
 
 from loraplex.core import SequenceDelta, ServedBy, TokenLogprob
 from loraplex.server.context import Tally
@@ -159,16 +158,7 @@ def identity_body(served: ServedBy, tally: Tally, request_id: str) -> Json:
     return {
         "adapter": {"name": adapter.name, "version": adapter.version, "digest": adapter.digest} if adapter else None,
         "base": {"name": served.base_name, "fingerprint": served.base_fingerprint},
-        "cold": tally.cold,
-        "load_s": tally.load_s,
+        "cold": tally.shown_load.cold,
+        "load_s": tally.shown_load.load_s,
         "request_id": request_id,
     }
-
-
-def identity_headers(served: ServedBy) -> dict[str, str]:
-    """`x-loraplex-adapter` and `x-loraplex-base`. Names are percent-encoded where a header could not carry them."""
-    adapter = served.adapter
-    label = "none"
-    if adapter is not None:
-        label = f"name={quote(adapter.name, safe='/@:+')}; version={adapter.version}; digest={adapter.digest}"
-    return {"x-loraplex-adapter": label, "x-loraplex-base": served.base_fingerprint}

@@ -15,14 +15,19 @@ from loraplex.core import ConfigError, LoraplexError, ModelNotFound
 from loraplex.registry import Registry
 from loraplex.server.admin_routes import ADMIN_ROUTES
 from loraplex.server.auth import Authenticate, guard, registry_keys, single_key
+from loraplex.server.bodies import BodyBudget, BodyReader
 from loraplex.server.body import limited
+from loraplex.server.body_limits import body_limits
 from loraplex.server.callers import Access
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ContextMiddleware
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.error_handlers import handle_http_error, handle_loraplex_error
+from loraplex.server.host_adapters import HostAdapters
+from loraplex.server.host_room import HostRoom
 from loraplex.server.local_catalog import LocalCatalog, LocalModels
 from loraplex.server.metrics import Metrics
+from loraplex.server.redaction import Redactor
 from loraplex.server.registry_catalog import RegistryCatalog
 from loraplex.server.routes import ROUTES, metrics
 from loraplex.server.routing import RouteSpec
@@ -47,7 +52,7 @@ def create_app(
     app.add_exception_handler(LoraplexError, handle_loraplex_error)
     app.add_exception_handler(HTTPException, handle_http_error)
     _add_routes(app, service)
-    app.add_middleware(ContextMiddleware, metrics=service.metrics, log=service.log)
+    app.add_middleware(ContextMiddleware, metrics=service.metrics, log=service.log, redactor=Redactor(config.api_key))
     return app
 
 
@@ -57,7 +62,8 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
     local_models = None if isinstance(models, Registry) else models
     catalog: LocalCatalog | RegistryCatalog
     if isinstance(models, Registry):
-        catalog = RegistryCatalog(models, engine, queries, config.max_host_adapters)
+        room = HostRoom(config.max_host_adapters, config.host_adapter_bytes)
+        catalog = RegistryCatalog(models, engine, queries, HostAdapters(engine, room, config.host_patience_s))
     else:
         _check_same_base(engine, models)
         catalog = LocalCatalog(models)
@@ -66,12 +72,19 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         catalog=catalog,
         config=config,
         metrics=Metrics(engine.stats, catalog.num_ready),
-        log=_json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR),
+        log=_json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR, Redactor(config.api_key)),
         created=int(time.time()),
         queries=queries,
+        bodies=_body_reader(engine, config),
         registry=registry,
         local_models=local_models,
     )
+
+
+def _body_reader(engine: ServingEngine, config: ServerConfig) -> BodyReader:
+    allowed = body_limits(engine.max_model_len, config.max_body_bytes)
+    budget = BodyBudget(config.body_budget_bytes, max(config.body_budget_bytes // 4, allowed.num_bytes))
+    return BodyReader(allowed, budget, config.body_timeout_s)
 
 
 def _check_same_base(engine: ServingEngine, models: LocalModels) -> None:
@@ -115,7 +128,7 @@ def _authenticator(service: Service) -> Authenticate:
 
 
 def _endpoint(service: Service, spec: RouteSpec) -> Callable[[Request], Awaitable[Response]]:
-    max_body_bytes = spec.max_body_bytes or service.config.max_body_bytes
+    max_body_bytes = spec.max_body_bytes or service.bodies.max_bytes
 
     async def endpoint(request: Request) -> Response:
         return await spec.handler(service, limited(request, max_body_bytes))
@@ -123,13 +136,14 @@ def _endpoint(service: Service, spec: RouteSpec) -> Callable[[Request], Awaitabl
     return endpoint
 
 
-def _json_logger(stream: TextIO, min_level: int) -> FilteringBoundLogger:
+def _json_logger(stream: TextIO, min_level: int, redactor: Redactor) -> FilteringBoundLogger:
     """A logger of its own, so that importing loraplex configures nothing for anyone else."""
     logger = structlog.wrap_logger(
         structlog.WriteLogger(stream),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
+            redactor,
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(min_level),

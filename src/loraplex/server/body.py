@@ -1,6 +1,5 @@
-"""Reading a request body: size and time limits, strict JSON, and a schema that refuses what it does not know."""
+"""What a request body must be: within its size, strict JSON, and of a schema that refuses what it does not know."""
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -46,19 +45,13 @@ def _declared_len(request: Request) -> int:
     return max((int(value) for value in values if value.isascii() and value.isdigit() and len(value) < 20), default=0)
 
 
-async def read_body(request: Request, schema: type[BodyT], timeout_s: float) -> BodyT:
-    """The validated body. Raises InvalidRequest (400) and HTTPException (408, 413, 415)."""
+def check_media_type(request: Request) -> None:
+    """Raise HTTPException (415) unless the body is JSON as it is."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HTTPException(415, f"Content-Type must be application/json, got {media_type!r:.80}.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Content-Encoding is not supported; send the body as it is.")
-    try:
-        async with asyncio.timeout(timeout_s):
-            data = await request.body()
-    except TimeoutError:
-        raise HTTPException(408, f"The body did not arrive within {timeout_s:g} s.", {"Connection": "close"}) from None
-    return validate(parse_json(data), schema)
 
 
 def parse_json(data: bytes) -> dict[str, object]:

@@ -35,6 +35,11 @@ class Caller:
         return self.principal.tenant if self.principal is not None else None
 
     @property
+    def account(self) -> str:
+        """Whose share of the server's limits a request takes: the tenant's; empty without a registry."""
+        return self.tenant or ""
+
+    @property
     def key_id(self) -> KeyId | None:
         return self.principal.key_id if self.principal is not None else None
 

@@ -30,8 +30,19 @@ class CatalogPage:
     has_more: bool
 
 
+OnResolved = Callable[[AdapterRef | None], None]
+
+
 def _nothing() -> None:
     """What a lease of the base gives back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToldLoad:
+    """What an answer says of loading, where it is not simply what happened."""
+
+    cold: bool
+    load_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +50,13 @@ class ModelLease:
     """What a request runs on: these weights stay in the engine until `release`, whatever the name stands for then.
 
     `adapter` None is the base. `is_cold` says that the weights had to be read for this request, which took `load_s`.
+    `told` is what the caller may know of that, where it may not know all: whether others have the same weights.
     """
 
     adapter: AdapterRef | None
     is_cold: bool = False
     load_s: float = 0.0
+    told: ToldLoad | None = None
     on_release: Callable[[], None] = field(default=_nothing, repr=False)
 
     def release(self) -> None:
@@ -55,9 +68,10 @@ class ModelLease:
 class ModelCatalog(Protocol):
     """Resolves names for callers. All methods are called on the event loop and none blocks it."""
 
-    async def acquire(self, caller: Caller, model: str | None) -> ModelLease:
+    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
         """The weights that `model` stands for now, ready in the engine; None is the adapter that the key is bound to.
 
+        `on_resolved` is called with what it stands for (None: the base) before the weights are looked for.
         Raises ModelNotFound, also for what others own, InvalidRequest, Overloaded, and what loading raises.
         """
         ...

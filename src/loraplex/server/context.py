@@ -3,8 +3,8 @@
 import asyncio
 import re
 import time
-import traceback
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,13 +13,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
-from loraplex.core import AdapterRef, EngineDead, RequestOutput, ServedBy, ServerError
+from loraplex.core import AdapterRef, BaseDescription, EngineDead, NonFiniteOutput, RequestOutput, ServedBy, ServerError
+from loraplex.core.limits import MAX_MODEL_NAME_CHARS
 from loraplex.server.callers import Caller
-from loraplex.server.catalog import ModelLease
-from loraplex.server.errors import ErrorReply, reply_for
+from loraplex.server.catalog import ModelLease, ToldLoad
+from loraplex.server.errors import ErrorReply, http_reply, reply_for
+from loraplex.server.identity import Target, identity_headers
 from loraplex.server.metrics import Metrics
+from loraplex.server.redaction import Redactor
+from loraplex.server.stdlib_logs import where
 
 CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
+MAX_HEADER_BYTES = 64 * 2**10  # names, values and the request's target
 UNMATCHED_ROUTE = "unmatched"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _SCOPE_KEY = "loraplex.context"
@@ -35,6 +40,7 @@ class Tally:
     cold: bool = False
     read_s: float = 0.0  # until the weights were in host memory
     paging_s: float = 0.0  # from there into the pool
+    told: ToldLoad | None = None  # in place of these in the answer
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -55,6 +61,11 @@ class Tally:
         return self.read_s + self.paging_s
 
     @property
+    def shown_load(self) -> ToldLoad:
+        """What the answer says of loading."""
+        return self.told or ToldLoad(self.cold, self.load_s)
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(self.prompt_tokens.values())
 
@@ -69,10 +80,13 @@ class RequestContext:
 
     request_id: str  # the client's X-Request-Id where it is sane; not unique, so never an engine id
     started_at: float
+    redactor: Redactor
     status: int | None = None
     caller: Caller | None = None  # None on public routes and where authentication failed
     requested_model: str | None = None
     lease: ModelLease | None = None
+    resolved: ServedBy | None = None  # what `model` stood for, from when that was known
+    target: Target = field(default_factory=Target)
     error_code: str | None = None  # of the error that was answered, also after a stream had begun
     error_detail: str | None = None  # its message, where it quotes nothing that a client sent
     tally: Tally = field(default_factory=Tally)
@@ -86,15 +100,34 @@ class RequestContext:
 
     def note_error(self, error: Exception) -> ErrorReply:
         """Keep what the log shall say of an error; what the client is told of it."""
-        reply = reply_for(error)
-        self.error_code = reply.code
+        reply = self.note_reply(reply_for(error))
         self.error_detail = error.message if isinstance(error, ServerError) else None
+        if isinstance(error, NonFiniteOutput) and error.served_by is not None:
+            self.tally.served_by = error.served_by
         return reply
+
+    def note_reply(self, reply: ErrorReply) -> ErrorReply:
+        """Keep the code of an error; the error as the client may see it."""
+        self.error_code = reply.code
+        return reply.without_keys(self.redactor)
+
+    @property
+    def weights(self) -> ServedBy | None:
+        """The weights that ran, or where none did those that the request was pinned to."""
+        return self.tally.served_by or self.resolved
+
+    def identity_headers(self) -> dict[str, str]:
+        """What an error's headers say of the weights; nothing where none were found."""
+        return identity_headers(self.weights) if self.weights is not None else {}
+
+    def pin(self, base: BaseDescription, adapter: AdapterRef | None) -> None:
+        """Note what `model` stands for, before its weights are looked for."""
+        self.resolved = ServedBy(base.name, base.fingerprint, adapter)
 
     def hold(self, lease: ModelLease) -> AdapterRef | None:
         """Keep a lease until the answer has ended; what it is a lease of."""
         self.lease = lease
-        self.tally.cold, self.tally.read_s = lease.is_cold, lease.load_s
+        self.tally.cold, self.tally.read_s, self.tally.told = lease.is_cold, lease.load_s, lease.told
         return lease.adapter
 
 
@@ -103,16 +136,18 @@ def context_of(request: Request) -> RequestContext:
     return cast("RequestContext", request.scope[_SCOPE_KEY])
 
 
-def sane_request_id(given: str | None) -> str:
+def sane_request_id(given: str | None, redactor: Redactor) -> str:
     """The client's id if it can stand in headers and logs, else a fresh one."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    is_sane = given is not None and _REQUEST_ID.fullmatch(given) is not None and redactor.text(given) == given
+    return given if given is not None and is_sane else uuid.uuid4().hex
 
 
 class ContextMiddleware:
     """Outermost ASGI layer: request id, last-resort errors, metrics and one access log line a request."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log: FilteringBoundLogger) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: FilteringBoundLogger, redactor: Redactor) -> None:
         self._app = app
+        self._redactor = redactor
         self._metrics = metrics
         self._log = log
 
@@ -120,7 +155,8 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(sane_request_id(Headers(scope=scope).get("x-request-id")), time.perf_counter())
+        request_id = sane_request_id(Headers(scope=scope).get("x-request-id"), self._redactor)
+        context = RequestContext(request_id, time.perf_counter(), self._redactor)
         scope[_SCOPE_KEY] = context
         try:
             await self._run(context, scope, receive, send)
@@ -137,19 +173,23 @@ class ContextMiddleware:
             await send(message)
 
         try:
+            if _num_header_bytes(scope) > MAX_HEADER_BYTES:
+                reply = context.note_reply(http_reply(431, f"The headers have more than {MAX_HEADER_BYTES} bytes."))
+                await reply.response({"Connection": "close"})(scope, receive, send_with_id)
+                return
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             context.status = CLIENT_CLOSED_STATUS
         except asyncio.CancelledError:
             if context.status is None:
                 reply = context.note_error(EngineDead("The server shut down before the answer was complete."))
-                await reply.response()(scope, receive, send_with_id)
+                await reply.response(context.identity_headers())(scope, receive, send_with_id)
             raise
         except Exception as error:
             log_unexpected(self._log, error, context.request_id)
             reply = context.note_error(error)
             if context.status is None:
-                await reply.response()(scope, receive, send_with_id)
+                await reply.response(context.identity_headers())(scope, receive, send_with_id)
 
     def _finish(self, context: RequestContext, scope: Scope) -> None:
         if context.lease is not None:
@@ -164,19 +204,24 @@ class ContextMiddleware:
             decode_s = tally.last_token_at - tally.first_token_at
             ttft_s = tally.first_token_at - context.started_at
             self._metrics.observe_generation(ttft_s, decode_s, tally.num_output_tokens, seconds)
-        self._log.info("request", **_log_fields(context), route=route, status=status, seconds=round(seconds, 6))
+        self._log.info("request", **_log_fields(context, scope), route=route, status=status, seconds=round(seconds, 6))
+
+
+def _num_header_bytes(scope: Scope) -> int:
+    """The parser's own limit is for headers that come in pieces; what comes at once may be larger."""
+    target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    return target + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def log_unexpected(log: FilteringBoundLogger, error: Exception, request_id: str) -> None:
     """Log an error that is not ours: its class and where it came from, not its message, which may quote a prompt."""
-    frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-    log.error("unexpected_error", request_id=request_id, error=type(error).__qualname__, frames=frames)
+    log.error("unexpected_error", request_id=request_id, error=type(error).__qualname__, frames=where(error))
 
 
-def _log_fields(context: RequestContext) -> dict[str, object]:
-    """Fields of the access log: who called and what ran, never a key and never what was said."""
+def _log_fields(context: RequestContext, scope: Scope) -> dict[str, object]:
+    """Fields of the access log: who called, what ran or should have, never a key and never what was said."""
     tally, caller = context.tally, context.caller
-    served = tally.served_by
+    served = context.weights
     adapter = served.adapter if served else None
     return {
         "request_id": context.request_id,
@@ -187,6 +232,8 @@ def _log_fields(context: RequestContext) -> dict[str, object]:
         "version": adapter.version if adapter else None,
         "adapter_digest": adapter.digest if adapter else None,
         "base_fingerprint": served.base_fingerprint if served else None,
+        "ran": tally.served_by is not None,
+        **_target_fields(context.target, scope.get("path_params", {})),
         "error_code": context.error_code,
         "error_detail": context.error_detail,
         "cold": tally.cold,
@@ -194,3 +241,22 @@ def _log_fields(context: RequestContext) -> dict[str, object]:
         "prompt_tokens": tally.num_prompt_tokens,
         "output_tokens": tally.num_output_tokens,
     }
+
+
+def _target_fields(target: Target, path: Mapping[str, object]) -> dict[str, object]:
+    """What an administrator's request is about: what its handler found, else what the path says."""
+    version = str(path.get("version", ""))
+    return {
+        "target_tenant": target.tenant or _shown(path.get("tenant")),
+        "target_adapter": target.adapter or _shown(path.get("name")),
+        "target_version": target.version or (int(version) if _is_number(version) else None),
+        "target_digest": target.digest,
+    }
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 9
+
+
+def _shown(part: object) -> str | None:
+    return None if part is None else str(part)[:MAX_MODEL_NAME_CHARS]

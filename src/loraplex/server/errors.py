@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from loraplex.core import (
     AdapterRefused,
     BaseRefused,
+    CallerLimitReached,
     ClientError,
     ConfigError,
     ContextTooLong,
@@ -24,6 +25,7 @@ from loraplex.core import (
     ServerError,
 )
 from loraplex.core import registry_errors as registry
+from loraplex.server.redaction import Redactor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ INTERNAL = ErrorKind(500, "server_error")
 UNAVAILABLE = ErrorKind(503, "service_unavailable_error")
 NOT_FOUND = ErrorKind(404, "NotFoundError")
 CONFLICT = ErrorKind(409, "conflict_error")
+TOO_MANY = ErrorKind(429, "rate_limit_error")
 
 ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
     {
@@ -52,6 +55,7 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         ConfigError: INTERNAL,
         ServerError: INTERNAL,
         Overloaded: UNAVAILABLE,
+        CallerLimitReached: TOO_MANY,
         EngineDead: UNAVAILABLE,
         NonFiniteOutput: INTERNAL,
         **dict.fromkeys((registry.ArtifactCorrupt, registry.ArtifactMissing, registry.ValidatorFailed), INTERNAL),
@@ -64,7 +68,7 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         **dict.fromkeys((registry.TenantExists, registry.VersionStateError, registry.WrongBase), CONFLICT),
         **dict.fromkeys((registry.AdapterNotVerified, registry.AdapterNotActive), CONFLICT),
         registry.VersionConflict: ErrorKind(412, "conflict_error"),
-        registry.RegistryLimitReached: ErrorKind(429, "rate_limit_error"),
+        registry.RegistryLimitReached: TOO_MANY,
     }
 )
 
@@ -76,6 +80,7 @@ HTTP_CODES: Mapping[int, str] = MappingProxyType(
         408: "request_timeout",
         413: "request_too_large",
         415: "unsupported_media_type",
+        431: "headers_too_large",
     }
 )
 
@@ -92,6 +97,11 @@ class ErrorReply:
     param: str | None = None
     reason: str | None = None
     retry_after_s: int | None = None
+
+    def without_keys(self, redactor: Redactor) -> "ErrorReply":
+        """The error without keys that the client wrote into what the message quotes."""
+        param = None if self.param is None else redactor.text(self.param)
+        return replace(self, message=redactor.text(self.message), param=param)
 
     def body(self) -> dict[str, object]:
         """The JSON object: OpenAI's shape, plus `reason` where an adapter or base was refused."""

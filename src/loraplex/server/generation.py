@@ -22,8 +22,9 @@ from loraplex.core import (
     ServedBy,
     ServerError,
 )
-from loraplex.server.answers import AnswerFormat, Choice, Json, identity_body, identity_headers, usage
+from loraplex.server.answers import AnswerFormat, Choice, Json, identity_body, usage
 from loraplex.server.context import RequestContext, context_of, log_unexpected
+from loraplex.server.identity import identity_headers
 from loraplex.server.prompts import Prompt
 from loraplex.server.service import Service
 from loraplex.server.streams import DONE_EVENT, EventStream, Tagged, close, event, merge, until_disconnect

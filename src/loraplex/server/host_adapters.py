@@ -1,25 +1,53 @@
-"""Which adapters the engine holds in host memory: an LRU that never drops what a request leases."""
+"""Which adapters the engine holds in host memory: an LRU that never drops what a request leases, shared by tenants."""
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from loraplex.adapters import Adapter
-from loraplex.core import AdapterDigest, Overloaded, ServerError
+from loraplex.core import AdapterDigest, ServerError
 from loraplex.server.engine_port import ServingEngine
+from loraplex.server.host_line import HostLine, Outcome, TakenTooLate, Wanted
+from loraplex.server.host_room import HostRoom
 from loraplex.server.threads import WorkerThreads
 
 NUM_LOAD_THREADS = 2
+_MAX_TENANTS_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """Weights that can be read: `num_bytes` of LoRA tensors, from a place that stands for `key`."""
+
+    digest: AdapterDigest
+    num_bytes: int
+    key: Hashable
+    load: Callable[[], Adapter]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLoad:
+    """How a lease came about: whether the weights were read for it, and the seconds it waited for that.
+
+    `told_s` is what its tenant may know: how long reading took where it is the first time that the tenant leases these
+    weights, or they were read for it; else None. So nobody learns that another tenant has the same weights.
+    """
+
+    was_read: bool
+    waited_s: float
+    told_s: float | None
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One adapter. `leases` counts requests that use it or wait for it; `loads` are the reads under way, by source."""
+    """One adapter. `leases` counts, by tenant, requests that use it or wait for it; `loads` are reads, by source."""
 
+    num_bytes: int
     is_ready: bool = False
-    leases: int = 0
+    read_s: float = 0.0
+    leases: Counter[str] = field(default_factory=Counter)
     loads: dict[Hashable, "asyncio.Task[None]"] = field(default_factory=dict)
 
     @property
@@ -28,89 +56,141 @@ class _Entry:
 
 
 class HostAdapters:
-    """At most `max_adapters` adapters by digest. Belongs to one event loop; reading and packing happen in threads."""
+    """Adapters by digest within a `HostRoom`. Belongs to one event loop; reading and packing happen in threads.
 
-    def __init__(self, engine: ServingEngine, max_adapters: int) -> None:
+    A request that finds no place waits for one for up to `patience_s`.
+    """
+
+    def __init__(self, engine: ServingEngine, room: HostRoom, patience_s: float) -> None:
         self._engine = engine
-        self._max_adapters = max_adapters
+        self._room = room
+        self._line = HostLine(self._take, room.num_used, patience_s)
         self._threads = WorkerThreads(NUM_LOAD_THREADS, "loraplex-load")
         self._entries: OrderedDict[AdapterDigest, _Entry] = OrderedDict()
+        self._seen: OrderedDict[str, OrderedDict[AdapterDigest, None]] = OrderedDict()
 
     @property
     def num_ready(self) -> int:
         return sum(entry.is_ready for entry in self._entries.values())
 
-    async def acquire(self, digest: AdapterDigest, source: Hashable, load: Callable[[], Adapter]) -> float | None:
-        """Lease an adapter, reading it with `load` if it is not there; the seconds that took, None if it was there.
+    async def acquire(self, tenant: str, source: AdapterSource) -> HostLoad:
+        """Lease an adapter for a tenant, reading it if it is not there.
 
-        Requests for one `source` share one read, and its failure; the next request reads again. Raises Overloaded if
-        every adapter is leased, and what `load` raises. Only after success must `release` be called.
+        Requests for one source share one read, and its failure; the next request reads again. Raises Overloaded,
+        CallerLimitReached where the tenant has its share, AdapterRefused for one that can never fit, and what
+        `source.load` raises. Only after success must `release` be called.
         """
-        entry = self._entry(digest)
-        entry.leases += 1
+        await self._enter(Wanted(tenant, source.digest, source.num_bytes))
+        entry = self._entries[source.digest]
         try:
-            if entry.is_ready:
-                return None
-            started = time.perf_counter()
-            await asyncio.shield(self._load_of(digest, entry, source, load))
-            return time.perf_counter() - started
+            was_read, started = not entry.is_ready, time.perf_counter()
+            if was_read:
+                await asyncio.shield(self._load_of(source, entry))
+            waited_s = time.perf_counter() - started if was_read else 0.0
         except BaseException:
-            self._drop_lease(digest, entry)
+            self._drop_lease(tenant, source.digest, entry)
             raise
+        is_new = self._note_seen(tenant, source.digest)
+        return HostLoad(was_read, waited_s, entry.read_s if was_read or is_new else None)
 
-    def release(self, digest: AdapterDigest) -> None:
+    def release(self, tenant: str, digest: AdapterDigest) -> None:
         """Give a lease back."""
-        self._drop_lease(digest, self._entries[digest])
+        self._drop_lease(tenant, digest, self._entries[digest])
 
-    def _entry(self, digest: AdapterDigest) -> _Entry:
-        entry = self._entries.get(digest)
+    # ------------------------------------------------------------------ places
+    async def _enter(self, wanted: Wanted) -> None:
+        """Lease a place for the adapter, ready or not."""
+        self._room.check_possible(wanted.num_bytes)
+        try:
+            is_in = await self._line.enter(wanted)
+        except TakenTooLate:
+            self.release(wanted.tenant, wanted.digest)
+            raise
+        if not is_in:
+            raise self._room.refusal(wanted.tenant, wanted.num_bytes)
+
+    def _take(self, wanted: Wanted, may_make_room: bool) -> Outcome:
+        """Lease a place, if there is one or idle adapters can leave one; else all stays as it was."""
+        entry = self._entries.get(wanted.digest)
+        is_leased = entry is not None and wanted.tenant in entry.leases
+        if not is_leased and not self._room.is_within_share(wanted.tenant, wanted.num_bytes):
+            return Outcome.OVER_SHARE
         if entry is None:
-            self._make_room()
-            entry = self._entries[digest] = _Entry()
-        self._entries.move_to_end(digest)
-        return entry
+            if not may_make_room or not self._make_room(wanted.num_bytes):
+                return Outcome.FULL
+            entry = self._entries[wanted.digest] = _Entry(wanted.num_bytes)
+            self._room.add(entry.num_bytes)
+        self._entries.move_to_end(wanted.digest)
+        if not is_leased:
+            self._room.use(wanted.tenant, entry.num_bytes)
+        entry.leases[wanted.tenant] += 1
+        return Outcome.TAKEN
 
-    def _make_room(self) -> None:
-        if len(self._entries) < self._max_adapters:
-            return
-        oldest = next((digest for digest, entry in self._entries.items() if entry.is_idle), None)
-        if oldest is None:
-            raise Overloaded(
-                f"All {self._max_adapters} adapters in host memory are in use (--max-cpu-loras).", retry_after_s=1.0
-            )
-        del self._entries[oldest]
-        self._engine.retire_adapter(oldest)
+    def _make_room(self, num_bytes: int) -> bool:
+        """Retire idle adapters, the least recently used first, until there is room; none if there cannot be."""
+        idle = [digest for digest, entry in self._entries.items() if entry.is_idle]
+        idle_bytes = sum(self._entries[digest].num_bytes for digest in idle)
+        if not self._room.fits(num_bytes, len(idle), idle_bytes):
+            return False
+        for digest in idle:
+            if self._room.fits(num_bytes):
+                break
+            self._retire(digest)
+        return True
 
-    def _drop_lease(self, digest: AdapterDigest, entry: _Entry) -> None:
-        entry.leases -= 1
-        self._forget_failed(digest, entry)
+    def _retire(self, digest: AdapterDigest) -> None:
+        self._room.remove(self._entries.pop(digest).num_bytes)
+        self._engine.retire_adapter(digest)
 
-    def _forget_failed(self, digest: AdapterDigest, entry: _Entry) -> None:
+    def _drop_lease(self, tenant: str, digest: AdapterDigest, entry: _Entry) -> None:
+        entry.leases[tenant] -= 1
+        if not entry.leases[tenant]:
+            del entry.leases[tenant]
+            self._room.end_use(tenant, entry.num_bytes)
+        self._settle(digest, entry)
+
+    def _settle(self, digest: AdapterDigest, entry: _Entry) -> None:
+        """Forget an adapter that could not be read and see who can have a place now."""
         if entry.is_idle and not entry.is_ready and self._entries.get(digest) is entry:
             del self._entries[digest]
+            self._room.remove(entry.num_bytes)
+        self._line.serve()
 
-    def _load_of(
-        self, digest: AdapterDigest, entry: _Entry, source: Hashable, load: Callable[[], Adapter]
-    ) -> "asyncio.Task[None]":
+    def _note_seen(self, tenant: str, digest: AdapterDigest) -> bool:
+        """Whether the tenant would find the weights new if it were alone here: an LRU of the server's size each."""
+        seen = self._seen.setdefault(tenant, OrderedDict())
+        self._seen.move_to_end(tenant)
+        is_new = digest not in seen
+        seen[digest] = None
+        seen.move_to_end(digest)
+        if len(seen) > self._room.max_adapters:
+            seen.popitem(last=False)
+        if len(self._seen) > _MAX_TENANTS_REMEMBERED:
+            self._seen.popitem(last=False)
+        return is_new
+
+    # ------------------------------------------------------------------ reading
+    def _load_of(self, source: AdapterSource, entry: _Entry) -> "asyncio.Task[None]":
         """The read of this source that is under way, or a new one. It ends even if all who wait for it go."""
-        task = entry.loads.get(source)
+        task = entry.loads.get(source.key)
         if task is None:
-            task = entry.loads[source] = asyncio.create_task(self._load(digest, entry, source, load))
+            task = entry.loads[source.key] = asyncio.create_task(self._load(source, entry))
             task.add_done_callback(_retrieve)
         return task
 
-    async def _load(self, digest: AdapterDigest, entry: _Entry, source: Hashable, load: Callable[[], Adapter]) -> None:
+    async def _load(self, source: AdapterSource, entry: _Entry) -> None:
+        started = time.perf_counter()
         try:
-            await self._threads.run(self._read, digest, load)
-            entry.is_ready = True
+            await self._threads.run(self._read, source)
+            entry.is_ready, entry.read_s = True, time.perf_counter() - started
         finally:
-            del entry.loads[source]
-            self._forget_failed(digest, entry)
+            del entry.loads[source.key]
+            self._settle(source.digest, entry)
 
-    def _read(self, digest: AdapterDigest, load: Callable[[], Adapter]) -> None:
-        adapter = load()
-        if adapter.digest != digest:
-            raise ServerError(f"The adapter {adapter.digest} was read where {digest} was asked for.")
+    def _read(self, source: AdapterSource) -> None:
+        adapter = source.load()
+        if adapter.digest != source.digest:
+            raise ServerError(f"The adapter {adapter.digest} was read where {source.digest} was asked for.")
         self._engine.add_adapter(adapter)
 
 

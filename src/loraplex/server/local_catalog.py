@@ -7,7 +7,7 @@ from typing import Protocol
 
 from loraplex.core import AdapterRef, InvalidRequest, ModelNotFound
 from loraplex.server.callers import Caller
-from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease
+from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease, OnResolved
 
 
 class NamedAdapter(Protocol):
@@ -63,8 +63,9 @@ class LocalCatalog:
     def __init__(self, models: LocalModels) -> None:
         self._models = models
 
-    async def acquire(self, caller: Caller, model: str | None) -> ModelLease:
+    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
         ref = self._models.acquire(_given(model))
+        on_resolved(ref)
         if ref is None:
             return ModelLease(None)
         return ModelLease(ref, on_release=partial(self._models.release, ref))

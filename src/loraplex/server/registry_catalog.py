@@ -5,9 +5,9 @@ from functools import partial
 from loraplex.core.registry_errors import Unauthenticated
 from loraplex.registry import ModelPage, NotInMemory, Principal, Registry, ResolvedVersion
 from loraplex.server.callers import Caller
-from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease
+from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease, OnResolved, ToldLoad
 from loraplex.server.engine_port import ServingEngine
-from loraplex.server.host_adapters import HostAdapters
+from loraplex.server.host_adapters import AdapterSource, HostAdapters
 from loraplex.server.threads import WorkerThreads
 
 
@@ -19,22 +19,25 @@ class RegistryCatalog:
         registry: Registry,
         engine: ServingEngine,
         threads: WorkerThreads,
-        max_host_adapters: int,
+        host: HostAdapters,
     ) -> None:
         self._registry = registry
         self._engine = engine
         self._threads = threads
-        self._host = HostAdapters(engine, max_host_adapters)
+        self._host = host
 
-    async def acquire(self, caller: Caller, model: str | None) -> ModelLease:
+    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
         found = await self._resolve(caller, model)
+        on_resolved(None if found is None else found.ref)
         if found is None:
             return ModelLease(None)
-        digest, source = found.ref.digest, found.artifact
         load = partial(self._registry.load, found, self._engine.base, self._registry.adapter_limits)
-        load_s = await self._host.acquire(digest, source, load)
-        release = partial(self._host.release, digest)
-        return ModelLease(found.ref, load_s is not None, load_s or 0.0, release)
+        digest, tenant = found.ref.digest, caller.account
+        loaded = await self._host.acquire(tenant, AdapterSource(digest, found.num_bytes, found.artifact, load))
+        told = ToldLoad(loaded.told_s is not None, loaded.told_s or 0.0)
+        return ModelLease(
+            found.ref, loaded.was_read, loaded.waited_s, told, partial(self._host.release, tenant, digest)
+        )
 
     async def find(self, caller: Caller, model: str | None) -> ModelEntry | None:
         found = await self._resolve(caller, model)

@@ -1,12 +1,13 @@
 """The handlers, and the table of routes. A route is behind an API key unless the table says that it is public."""
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from loraplex.core import AdapterRef, EngineDead, InvalidRequest
 from loraplex.server import prompts
 from loraplex.server.answers import ChatFormat, CompletionFormat
-from loraplex.server.body import read_body
 from loraplex.server.callers import Access
 from loraplex.server.context import context_of
 from loraplex.server.generation import Job, answer
@@ -19,7 +20,7 @@ from loraplex.server.service import Service
 
 async def create_completion(service: Service, http: Request) -> Response:
     """POST /v1/completions."""
-    body = await read_body(http, CompletionBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, CompletionBody)
     params = prompts.completion_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
     adapter = await _acquire(service, http, body.model)
@@ -36,7 +37,7 @@ async def create_completion(service: Service, http: Request) -> Response:
 
 async def create_chat_completion(service: Service, http: Request) -> Response:
     """POST /v1/chat/completions."""
-    body = await read_body(http, ChatBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, ChatBody)
     params = prompts.chat_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
     adapter = await _acquire(service, http, body.model)
@@ -59,7 +60,8 @@ async def _acquire(service: Service, http: Request, model: str | None) -> Adapte
     """
     context = context_of(http)
     context.requested_model = model
-    return context.hold(await service.catalog.acquire(context.known_caller, model))
+    on_resolved = partial(context.pin, service.engine.base)
+    return context.hold(await service.catalog.acquire(context.known_caller, model, on_resolved))
 
 
 async def _check_model(service: Service, http: Request, model: str | None) -> None:
@@ -72,7 +74,7 @@ async def _check_model(service: Service, http: Request, model: str | None) -> No
 
 async def tokenize(service: Service, http: Request) -> Response:
     """POST /tokenize, as vLLM has it."""
-    body = await read_body(http, TokenizeBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, TokenizeBody)
     engine = service.engine
     await _check_model(service, http, body.model)
     if body.prompt is not None and not body.messages:
@@ -97,7 +99,7 @@ async def tokenize(service: Service, http: Request) -> Response:
 
 async def detokenize(service: Service, http: Request) -> Response:
     """POST /detokenize, as vLLM has it."""
-    body = await read_body(http, DetokenizeBody, service.config.body_timeout_s)
+    body = await service.bodies.read(http, DetokenizeBody)
     await _check_model(service, http, body.model)
     text = await service.texts.run(len(body.tokens), prompts.text_of, service.engine, body.tokens)
     return JSONResponse({"prompt": text})

@@ -12,15 +12,19 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from loraplex.server.connections import limited_protocol
+from loraplex.server.context import MAX_HEADER_BYTES
 from loraplex.server.service import Service
+from loraplex.server.stdlib_logs import logs_as_json
 
-MAX_HEADER_BYTES = 64 * 2**10
 OnReady = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Where to listen and how to stop, in seconds.
+    """Where to listen, how patient to be and how to stop, in seconds.
+
+    A request's headers must arrive within `header_timeout_s`. There are at most `max_connections` at a time.
 
     On SIGTERM `/ready` says no at once; after `lame_duck_s` the port closes; running answers get `drain_s` to finish,
     and an error event after that. SIGINT skips the lame duck. A second signal ends the process without waiting.
@@ -31,6 +35,8 @@ class RunConfig:
     lame_duck_s: float = 5.0
     drain_s: int = 45
     keep_alive_s: int = 75
+    header_timeout_s: float = 10.0
+    max_connections: int = 4096
     backlog: int = 2048
 
 
@@ -57,6 +63,11 @@ class LoraplexServer(uvicorn.Server):
         self._lame_duck_s = lame_duck_s
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket] | None = None) -> None:
+        """Serve until told to stop. Whatever logs meanwhile does so in lines of our log."""
+        with logs_as_json(self._service.log):
+            await super().serve(sockets)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         """Listen, then tell `on_ready` the address, whose port is real even if 0 was asked for."""
@@ -94,7 +105,7 @@ def build_server(app: FastAPI, config: RunConfig, on_ready: OnReady | None = Non
         host=config.host,
         port=config.port,
         loop="auto",  # uvloop where it is installed
-        http="h11",
+        http=limited_protocol(config.header_timeout_s, config.max_connections),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",

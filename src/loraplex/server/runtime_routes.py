@@ -16,13 +16,14 @@ from loraplex.core.registry_errors import AdapterNotVerified
 from loraplex.registry import Principal, Registry
 from loraplex.server.adapter_roots import find_directory
 from loraplex.server.admin_operations import AdminOperations
-from loraplex.server.body import read_body
 from loraplex.server.callers import Access, Caller
 from loraplex.server.context import context_of
 from loraplex.server.errors import ErrorKind, ErrorReply
+from loraplex.server.identity import Target
 from loraplex.server.routing import RouteSpec
 from loraplex.server.schema import LoadAdapterBody, UnloadAdapterBody
 from loraplex.server.service import Service
+from loraplex.server.work import WorkKind
 
 _USER_INPUT = ErrorKind(400, "InvalidUserInput")
 _NOT_FOUND = ErrorKind(404, "NotFoundError")
@@ -39,29 +40,34 @@ class _Refused(Exception):
 
 async def load_adapter(service: Service, http: Request) -> Response:
     """POST /v1/load_lora_adapter."""
-    body = await read_body(http, LoadAdapterBody, service.config.body_timeout_s)
-    return await _answer(service, http, body.lora_name, lambda caller: _load(service, caller, body), "added")
+    body = await service.bodies.read(http, LoadAdapterBody)
+    target = context_of(http).target
+    return await _answer(service, http, body.lora_name, lambda caller: _load(service, caller, body, target), "added")
 
 
 async def unload_adapter(service: Service, http: Request) -> Response:
     """POST /v1/unload_lora_adapter. With a registry the name is deleted with all its versions."""
-    body = await read_body(http, UnloadAdapterBody, service.config.body_timeout_s)
-    return await _answer(service, http, body.lora_name, lambda caller: _unload(service, caller, body), "removed")
+    body = await service.bodies.read(http, UnloadAdapterBody)
+    target = context_of(http).target
+    return await _answer(
+        service, http, body.lora_name, lambda caller: _unload(service, caller, body, target), "removed"
+    )
 
 
 async def _answer(service: Service, http: Request, name: str, work: Callable[[Caller], None], done: str) -> Response:
     context = context_of(http)
-    context.requested_model = name
+    context.requested_model, caller = name, context.known_caller
+    context.target.tenant, context.target.adapter = caller.tenant, name or None
     try:
-        await service.work.run(work, context.known_caller)
+        with service.work.place(WorkKind.LOAD, caller.account):
+            await service.work.run(caller.account, work, caller)
     except _Refused as refused:
-        context.error_code = refused.reply.code
-        return refused.reply.response()
+        return context.note_reply(refused.reply).response()
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
 
-def _load(service: Service, caller: Caller, body: LoadAdapterBody) -> None:
-    """Blocks for as long as reading, checking and comparing take."""
+def _load(service: Service, caller: Caller, body: LoadAdapterBody, target: Target) -> None:
+    """Blocks for as long as reading, checking and comparing take. `target` learns what was made."""
     name = body.lora_name
     if not name or not body.lora_path:
         raise _user_input("Both 'lora_name' and 'lora_path' must be provided.")
@@ -76,9 +82,10 @@ def _load(service: Service, caller: Caller, body: LoadAdapterBody) -> None:
         raise _not_found(f"Loading lora {name} failed: No adapter found for {body.lora_path}")
     _check_base(service, body.base_fingerprint)
     if service.local_models is not None:
-        service.local_models.load(name, directory, created=time.time(), replace=body.load_inplace)
+        ref = service.local_models.load(name, directory, created=time.time(), replace=body.load_inplace)
+        target.version, target.digest = ref.version, ref.digest
     else:
-        _publish(service, *_registry_of(service, caller), body, directory)
+        _publish(service, *_registry_of(service, caller), body, directory, target)
 
 
 def _check_base(service: Service, fingerprint: str | None) -> None:
@@ -89,7 +96,12 @@ def _check_base(service: Service, fingerprint: str | None) -> None:
 
 
 def _publish(
-    service: Service, registry: Registry, principal: Principal, body: LoadAdapterBody, directory: Path
+    service: Service,
+    registry: Registry,
+    principal: Principal,
+    body: LoadAdapterBody,
+    directory: Path,
+    target: Target,
 ) -> None:
     """Publish, compare, activate. What fails leaves the name standing for what it stood for."""
     name, tenant, base = body.lora_name, principal.tenant, service.engine.base
@@ -104,6 +116,7 @@ def _publish(
         base_fingerprint=fingerprint,
         base_unverified=fingerprint is None,
     )
+    target.version, target.digest = version.number, version.facts.digest if version.facts is not None else None
     operations = AdminOperations(registry, principal)
     operations.compare(tenant, name, version.number, base, service.engine.compare)
     try:
@@ -113,16 +126,21 @@ def _publish(
         raise _Refused(ErrorReply(_BAD_REQUEST, AdapterNotVerified.code, message, "lora_path")) from None
 
 
-def _unload(service: Service, caller: Caller, body: UnloadAdapterBody) -> None:
+def _unload(service: Service, caller: Caller, body: UnloadAdapterBody, target: Target) -> None:
     name = body.lora_name
     if not name and body.lora_int_id is None:
         raise _user_input("either 'lora_name' and 'lora_int_id' needs to be provided.")
     if name not in _taken_names(service, caller, name):
         raise _not_found(f"The lora adapter '{name}' cannot be found.")
     if service.local_models is not None:
-        service.local_models.unload(name)
+        ref = service.local_models.unload(name)
+        target.version, target.digest = ref.version, ref.digest
     else:
         registry, principal = _registry_of(service, caller)
+        active = _active_version(registry, principal, name)
+        if active is not None:
+            target.version = active
+            target.digest = AdminOperations(registry, principal).digest_of(principal.tenant, name, active)
         registry.adapters.delete(principal, principal.tenant, name)
 
 

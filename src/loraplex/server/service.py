@@ -5,15 +5,17 @@ from dataclasses import dataclass, field
 from structlog.typing import FilteringBoundLogger
 
 from loraplex.registry import Registry
+from loraplex.server.bodies import BodyReader
 from loraplex.server.catalog import ModelCatalog
 from loraplex.server.config import ServerConfig
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.local_catalog import LocalModels
 from loraplex.server.metrics import Metrics
 from loraplex.server.threads import TextThreads, WorkerThreads
+from loraplex.server.work import TenantWork
 
 NUM_QUERY_THREADS = 4
-NUM_WORK_THREADS = 2
+NUM_UPLOAD_THREADS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +30,7 @@ class Service:
     """One app's parts. `created` is the unix time that model cards carry.
 
     Either `registry` or `local_models` is set. `queries` are threads for short calls of the registry, `work` for long
-    ones such as publishing and comparing, so that these hold up no authentication.
+    ones such as publishing and comparing, `uploads` write files as they arrive: so these hold up no authentication.
     """
 
     engine: ServingEngine
@@ -38,8 +40,10 @@ class Service:
     log: FilteringBoundLogger
     created: int
     queries: WorkerThreads
+    bodies: BodyReader
     registry: Registry | None = None
     local_models: LocalModels | None = None
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     texts: TextThreads = field(default_factory=TextThreads)
-    work: WorkerThreads = field(default_factory=lambda: WorkerThreads(NUM_WORK_THREADS, "loraplex-work"))
+    work: TenantWork = field(default_factory=TenantWork)
+    uploads: WorkerThreads = field(default_factory=lambda: WorkerThreads(NUM_UPLOAD_THREADS, "loraplex-upload"))

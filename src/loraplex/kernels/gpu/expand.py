@@ -69,17 +69,10 @@ def expand(
     width0,  # columns of each site; 0 where there is none
     width1,
     width2,
-    SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
     CHUNKS: tl.constexpr,  # 1 or 2: whose B is read at once
-    WAITS: tl.constexpr,
-    SIGNALS: tl.constexpr,
-):
+    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, WAITS: tl.constexpr, SIGNALS: tl.constexpr,
+):  # fmt: skip
     """With WAITS the program starts while shrink still runs and reads its first B meanwhile."""
     if SIGNALS:
         tl.extra.cuda.gdc_launch_dependents()

@@ -253,17 +253,9 @@ def silu_and_mul_blocks(
     first_site,
     num_places,
     width,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    RANKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MORE: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    ROWS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr, MORE: tl.constexpr,
+    COLS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grid (groups of COLS tiles of columns, parts). v of a part is read once, unless there are MORE ranks."""
     skipped, row0, num_rows, first, count, place = _read_part(blocks, tl.program_id(1), ROWS, TILE)
     rows = tl.arange(0, TILE)
@@ -366,31 +358,15 @@ def rope_and_store_blocks(
     pages,
     v,  # [3 sites, num_places, ROWS, CHUNK]: of q, k and v
     blocks,
-    entries,
-    entries64,
-    entries_float,
-    num_sites,
-    first_site,
-    num_places,
+    entries, entries64, entries_float, num_sites, first_site, num_places,
     tiles0,  # groups of heads of q, and of q and k
     tiles1,
     width0,  # columns of q, and of k
     width1,
-    stride_qkv,
-    stride_page,
-    stride_token,
-    half,
-    HAS_NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    RANKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MORE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    stride_qkv, stride_page, stride_token, half,
+    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    RANKS: tl.constexpr, CHUNK: tl.constexpr, MORE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grid (groups of HEADS heads of a site, parts). v of a part is read once, unless there are MORE ranks."""
     skipped, row0, num_rows, first, count, place = _read_part(blocks, tl.program_id(1), ROWS, TILE)
     site, width, offset, col = locate(tl.program_id(0), tiles0, tiles1, width0, width1, width1, HEADS * 2 * half)
