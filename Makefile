@@ -51,7 +51,7 @@ bench-cpu: venv  ## Measure throughput on the demo base beside PEFT
 PYTHON_GPU ?= $(BIN)/python
 
 test-gpu:  ## Run the tests that need a GPU, and those that run in Triton's interpreter elsewhere
-	$(PYTHON_GPU) -m pytest tests/kernels tests/engine/test_cuda_engine.py
+	$(PYTHON_GPU) -m pytest tests/kernels $(wildcard tests/engine/test_cuda_*.py)
 
 test-gpu-sanitize:  ## Run a few GPU tests under compute-sanitizer
 	compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON_GPU) -m pytest $(SANITIZED)

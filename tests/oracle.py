@@ -301,6 +301,34 @@ def assert_equals_reference(
     torch.testing.assert_close(torch.stack(trace.logits), wide, rtol=rtol, atol=atol)
 
 
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest over rows."""
+    wide = wanted.double()
+    return float(((got.double().cpu() - wide).norm(dim=-1) / wide.norm(dim=-1)).max())
+
+
+def assert_equal_references(
+    harness: Harness, served: tuple[Path, list[Path]], asked: list[tuple[str, tuple[int, ...], int]]
+) -> None:
+    """Errors against float32 are no larger than those of transformers and PEFT in bfloat16, but for chance.
+
+    `served` is a base and adapters; `asked` the (request, prompt, 1 + adapter or 0) of greedy requests that ended.
+    """
+    base, adapters = served
+    ours, theirs = [], []
+    for which in {one[2] for one in asked}:
+        reference = Reference(base, adapters[which - 1] if which else None)
+        mine = [(prompt, harness.trace(name)) for name, prompt, other in asked if other == which]
+        lists = [([*prompt, *trace.tokens[:-1]], len(prompt) - 1) for prompt, trace in mine]
+        wanted = [reference.logits(tokens)[first:] for tokens, first in lists]
+        reference.model.to(torch.bfloat16)
+        for (_, trace), (tokens, first), exact in zip(mine, lists, wanted, strict=True):
+            ours.append(relative_error(torch.stack(trace.logits), exact))
+            theirs.append(relative_error(reference.logits(tokens)[first:], exact))
+    assert not {name for name, _, _ in asked} & harness.failures.keys()
+    assert max(ours) <= 1.25 * max(theirs), (max(ours), max(theirs))
+
+
 def native_note() -> str | None:
     """Why the native operations do not run here, or None."""
     choice = choose_ops(torch.device("cpu"), torch.bfloat16, num_threads=2)

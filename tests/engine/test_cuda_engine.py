@@ -57,29 +57,6 @@ def make_harness(served: Served, **settings: Any) -> tuple[Harness, list[Adapter
     return harness, [None, *(harness.load(f"a{i}", path) for i, path in enumerate(adapters))]
 
 
-def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest over rows."""
-    wide = wanted.double()
-    return float(((got.double().cpu() - wide).norm(dim=-1) / wide.norm(dim=-1)).max())
-
-
-def assert_equal_references(harness: Harness, served: Served, asked: list[tuple[str, tuple[int, ...], int]]) -> None:
-    """Errors against float32 are no larger than those of transformers and PEFT in bfloat16, but for chance."""
-    base, adapters = served
-    ours, theirs = [], []
-    for which in {one[2] for one in asked}:
-        reference = Reference(base, adapters[which - 1] if which else None)
-        mine = [(prompt, harness.trace(name)) for name, prompt, other in asked if other == which]
-        lists = [([*prompt, *trace.tokens[:-1]], len(prompt) - 1) for prompt, trace in mine]
-        wanted = [reference.logits(tokens)[first:] for tokens, first in lists]
-        reference.model.to(torch.bfloat16)
-        for (_, trace), (tokens, first), exact in zip(mine, lists, wanted, strict=True):
-            ours.append(relative_error(torch.stack(trace.logits), exact))
-            theirs.append(relative_error(reference.logits(tokens)[first:], exact))
-    assert not {name for name, _, _ in asked} & harness.failures.keys()
-    assert max(ours) <= 1.25 * max(theirs), (max(ours), max(theirs))
-
-
 def test_changing_mixes_equal_the_references(served: Served) -> None:
     """Requests of every adapter and the base come and go, so that graphs replay with ever other lists."""
     harness, refs = make_harness(served)
@@ -94,7 +71,7 @@ def test_changing_mixes_equal_the_references(served: Served) -> None:
             harness.step()
     harness.run()
     harness.check_all_free()
-    assert_equal_references(harness, served, asked)
+    oracle.assert_equal_references(harness, served, asked)
 
 
 def test_chunks_preemption_and_eviction_change_nothing(served: Served) -> None:
@@ -107,7 +84,7 @@ def test_chunks_preemption_and_eviction_change_nothing(served: Served) -> None:
     harness.run()
     harness.check_all_free()
     assert harness.engine.stats().num_adapter_evictions > 0
-    assert_equal_references(harness, served, asked)
+    oracle.assert_equal_references(harness, served, asked)
 
 
 def test_steps_that_overlap_draw_what_the_references_would(served: Served) -> None:
@@ -209,7 +186,7 @@ def test_work_lists_beyond_the_graphs_run_all_the_same(served: Served, monkeypat
         prompt = oracle.random_prompt(12, turn)
         asked.append((harness.add(prompt, LONG, refs[4]), prompt, 4))
     harness.run()
-    assert_equal_references(harness, served, asked)
+    oracle.assert_equal_references(harness, served, asked)
 
 
 def test_poisonous_adapter_fails_its_own_requests_only(served: Served) -> None:
@@ -225,7 +202,7 @@ def test_poisonous_adapter_fails_its_own_requests_only(served: Served) -> None:
     harness.run()
     assert bad in harness.failures
     assert good not in harness.failures
-    assert_equal_references(harness, served, [(good, prompt, 1)])
+    oracle.assert_equal_references(harness, served, [(good, prompt, 1)])
     assert harness.trace(good).tokens[0] == clean.tokens[0]
 
 

@@ -79,26 +79,24 @@ def test_exact_adapters_pass_and_wrong_tables_fail(
         assert not fresh.engine.compare(read(fresh, path)).passed
 
 
-def test_requests_that_run_keep_every_token(served: Served) -> None:
+def test_requests_that_run_keep_their_own_weights(served: Served) -> None:
+    """A comparison in the midst of requests: they go on with what the references compute.
+
+    Not bit for bit: cuBLAS takes other algorithms for a batch of another size, with or without adapters.
+    """
     base, paths = served
-
-    def run(compares: bool) -> Harness:
-        harness = make_harness(base)
-        refs = [None, harness.load("a", paths[0])]
-        for i in range(6):
-            harness.add(oracle.random_prompt(7 + 9 * i, seed=i), LONG, refs[i % 2])
-        for _ in range(8):
-            harness.step()
-        if compares:
-            assert harness.engine.compare(read(harness, paths[1])).passed
-        harness.run()
-        return harness
-
-    quiet, busy = run(False), run(True)
-    assert {key: trace.tokens for key, trace in quiet.traces.items()} == {
-        key: trace.tokens for key, trace in busy.traces.items()
-    }
-    busy.check_all_free()
+    harness = make_harness(base)
+    refs = [None, harness.load("a", paths[0])]
+    prompts = [oracle.random_prompt(7 + 9 * i, seed=i) for i in range(6)]
+    asked = [(harness.add(prompt, LONG, refs[i % 2]), prompt, i % 2) for i, prompt in enumerate(prompts)]
+    for _ in range(8):
+        harness.step()
+    assert harness.engine.compare(read(harness, paths[1])).passed
+    assert any(len(harness.trace(name).tokens) < LONG.max_tokens for name, _, _ in asked)
+    harness.run()
+    assert all(len(harness.trace(name).tokens) == LONG.max_tokens for name, _, _ in asked)
+    oracle.assert_equal_references(harness, served, asked)
+    harness.check_all_free()
 
 
 def write_overflowing(source: Path, target: Path) -> Path:
