@@ -203,7 +203,7 @@ class Adapters:
         if number < PACKED_PER_RANK:
             self._engine.add_adapter(adapter)
         else:
-            packed = self._engine._packed
+            packed = self._engine.shelf.packed
             packed[adapter.digest] = packed[before[number % PACKED_PER_RANK].digest]
         return AdapterRef(f"r{rank}-{number}", 1, adapter.digest)
 

@@ -40,7 +40,7 @@ def _lease_all(engine: Engine, adapters: Adapters) -> list[AdapterRef]:
     pool, residency = engine.scheduler.pool, engine.scheduler.residency
     resident: list[AdapterRef] = []
     for ref in mixed_refs(adapters):
-        packed = engine._packed[ref.digest]
+        packed = engine.shelf.packed[ref.digest]
         if packed.num_pages > pool.num_free:
             return resident
         acquired = residency.acquire(ref.digest, packed.num_pages)
@@ -54,7 +54,7 @@ def _check_pages(engine: Engine, refs: list[AdapterRef]) -> int:
     """Pages of `refs` compared with their images; every one must hold the image's bits."""
     count = 0
     for ref in refs:
-        pages, image = engine.scheduler.residency.pages(ref.digest), engine._packed[ref.digest].image
+        pages, image = engine.scheduler.residency.pages(ref.digest), engine.shelf.packed[ref.digest].image
         held = engine._buffer.rows[torch.tensor(pages, device=engine._buffer.rows.device)]
         assert torch.equal(held.view(torch.int16), image.to(held.device).view(torch.int16)), f"{ref.name} has changed"
         count += len(pages)
@@ -71,7 +71,7 @@ def measure_resident(engine: Engine, adapters: Adapters, args: argparse.Namespac
     resident = _lease_all(engine, adapters)
     started = time.perf_counter()
     for ref in resident:
-        engine._runner.load(scheduler.residency.pages(ref.digest), engine._packed[ref.digest].image)
+        engine._runner.load(scheduler.residency.pages(ref.digest), engine.shelf.packed[ref.digest].image)
     if engine._decoder.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started

@@ -248,7 +248,7 @@ def test_adapters_come_and_go_while_serving(
         await asyncio.gather(*(tenant(number) for number in range(4)))
 
     within(all_tenants())
-    settle(engine, lambda: not engine.engine._packed)
+    settle(engine, lambda: not engine.engine.shelf.packed)
     assert engine.is_alive
 
 
@@ -263,7 +263,7 @@ def test_retiring_adapters_from_other_threads_never_kills_the_engine(
     def churn(number: int) -> None:
         for _ in range(40):
             ref = models.load(f"name{number}", path, created=0.0)
-            engine.engine._pages_of(ask(adapter=ref))  # a name that was given must be servable
+            engine.engine.shelf.pages_of(ask(adapter=ref))  # a name that was given must be servable
             models.unload(ref.name)
 
     threads = [threading.Thread(target=churn, args=(number,)) for number in range(3)]

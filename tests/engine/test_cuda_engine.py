@@ -196,7 +196,7 @@ def test_poisonous_adapter_fails_its_own_requests_only(served: Served) -> None:
     clean = harness.answer(prompt, LONG, refs[1])
     ref = refs[3]
     assert ref is not None
-    harness.engine._packed[ref.digest].image.fill_(3e38)
+    harness.engine.shelf.packed[ref.digest].image.fill_(3e38)
     bad = harness.add(prompt, LONG, ref)
     good = harness.add(prompt, LONG, refs[1])
     harness.run()

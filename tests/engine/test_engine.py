@@ -217,7 +217,7 @@ def test_unloaded_adapter_is_not_found_and_its_memory_goes(tiny_base: MakeBase, 
         assert caught.value.model == "a"
         harness.step()
     assert harness.engine.stats().resident_adapters == ()
-    assert not harness.engine._packed
+    assert not harness.engine.shelf.packed
     again = harness.load("a", tiny_adapter(base, rank=4))
     assert (again.version, again.digest) == (2, ref.digest)
     harness.answer((1,), adapter=again)

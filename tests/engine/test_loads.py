@@ -139,7 +139,7 @@ def test_running_requests_go_on_while_an_adapter_comes_in_pieces(
     wanted = harness.answer(prompt, GREEDY, ref)
     harness = Harness(base, poison_free_pages)
     ref = harness.load("a", tiny_adapter(base, rank=16))
-    num_pages = harness.engine._packed[ref.digest].num_pages
+    num_pages = harness.engine.shelf.packed[ref.digest].num_pages
     monkeypatch.setattr(loads, "PIECE_BYTES", 1)  # a page a step
     running = harness.add(random_prompt(5), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     harness.step()
@@ -163,7 +163,7 @@ def test_running_requests_go_on_while_an_adapter_comes_in_pieces(
 
 def failing(harness: Harness, ref: AdapterRef, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Make loads of one adapter fail while the list has an entry."""
-    load, image, switch = harness.engine._runner.load, harness.engine._packed[ref.digest].image, [True]
+    load, image, switch = harness.engine._runner.load, harness.engine.shelf.packed[ref.digest].image, [True]
 
     def broken(pages: Sequence[PageId], piece: torch.Tensor) -> None:
         if switch and piece.untyped_storage().data_ptr() == image.untyped_storage().data_ptr():
@@ -218,9 +218,9 @@ def test_adapter_retired_while_it_is_loaded_goes_when_its_pages_are_written(
     harness.engine.abort(RequestId(request_id))
     harness.models.unload("a")
     harness.step()
-    assert ref.digest in harness.engine._packed, "its image is still being copied"
+    assert ref.digest in harness.engine.shelf.packed, "its image is still being copied"
     harness.run()
-    assert harness.engine._packed == {}
+    assert harness.engine.shelf.packed == {}
     assert harness.engine.scheduler.residency.num_pages == 0
 
 

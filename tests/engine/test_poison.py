@@ -96,7 +96,7 @@ def test_values_that_are_not_finite_are_refused_while_others_run(
     assert caught.value.reason is RefusalReason.NONFINITE
     harness.run()
     assert_same_bits(harness.trace(request_id), alone)
-    assert not harness.engine._packed
+    assert not harness.engine.shelf.packed
 
 
 # ---------------------------------------------------------------------- during: a mixed batch

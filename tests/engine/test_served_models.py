@@ -25,7 +25,7 @@ def paths(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> list[Path]:
 def kept(harness: Harness) -> set[str]:
     """Digests in host memory, after the engine has had a moment to forget."""
     harness.step()
-    return set(harness.engine._packed)
+    return set(harness.engine.shelf.packed)
 
 
 def test_load_registers_and_names(harness: Harness, paths: list[Path]) -> None:

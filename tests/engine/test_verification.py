@@ -380,9 +380,9 @@ def test_adapter_is_there_afterwards_only_if_it_was_before(tiny_base: MakeBase, 
     for path in (known, unknown):
         assert harness.engine.compare(adapter_of(harness, path)).passed
     harness.step()
-    assert set(harness.engine._packed) == {ref.digest}
+    assert set(harness.engine.shelf.packed) == {ref.digest}
     assert set(harness.engine.stats().resident_adapters) <= {ref.digest}
-    assert not harness.engine._held
+    assert not harness.engine.shelf.held
     assert len(harness.answer((1, 2), GREEDY, ref).tokens) == GREEDY.max_tokens
 
 
@@ -398,11 +398,11 @@ def test_adapter_added_during_a_comparison_stays_and_one_retired_goes(
     harness.engine.add_adapter(added)
     harness.engine.retire_adapter(retired.digest)
     harness.step()
-    assert set(harness.engine._packed) == {added.digest, retired.digest}, "held for the comparison"
+    assert set(harness.engine.shelf.packed) == {added.digest, retired.digest}, "held for the comparison"
     for adapter in (added, retired):
         harness.engine.release_adapter(adapter.digest)
     harness.step()
-    assert set(harness.engine._packed) == {added.digest}
+    assert set(harness.engine.shelf.packed) == {added.digest}
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -514,7 +514,7 @@ def test_comparison_of_a_stopped_engine_raises(
     live.stop()
     with pytest.raises(EngineDead):
         live.compare(adapter)
-    assert not live.engine._held
+    assert not live.engine.shelf.held
 
 
 def test_what_fails_inside_a_comparison_is_for_its_caller_only(
@@ -533,7 +533,7 @@ def test_what_fails_inside_a_comparison_is_for_its_caller_only(
                 live.compare(adapter)
         assert live.is_alive
         assert live.compare(adapter).passed
-        assert not live.engine._held
+        assert not live.engine.shelf.held
     finally:
         live.stop()
 

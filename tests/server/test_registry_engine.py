@@ -128,7 +128,7 @@ async def test_a_version_that_is_rolled_back_leaves_the_engine_and_comes_back(re
         for version in (1, 2, 3):
             first[version] = key_figures(await tokens(client, f"sup@{version}", PROMPTS[0]))
         async with asyncio.timeout(10):  # the engine lets go of the oldest at its next step
-            while len(real.engine.engine._packed) > 2:
+            while len(real.engine.engine.shelf.packed) > 2:
                 await asyncio.sleep(0.05)
         for version in (3, 2, 1):
             assert key_figures(await tokens(client, f"sup@{version}", PROMPTS[0])) == first[version]
@@ -143,7 +143,7 @@ async def test_another_tenants_adapter_is_not_there_although_the_engine_holds_it
         await client.post("/v1/load_lora_adapter", json={"lora_name": "sup", "lora_path": str(real.root / "a0")})
     async with real.client(key) as client:
         held = (await tokens(client, "sup", PROMPTS[0]))["x_loraplex"]["adapter"]["digest"]
-    assert held in real.engine.engine._packed
+    assert held in real.engine.engine.shelf.packed
     async with real.client(other) as client:
         for model in ("sup", "sup@1", "acme/sup", "acme/sup@1", held):
             response = await client.post("/v1/completions", json={"model": model, "prompt": [5]})

@@ -133,10 +133,10 @@ async def test_loading_in_place_makes_a_version_and_running_requests_keep_theirs
     second = await served(client, "sql")
     assert (second.version, second.digest != first.digest) == (2, True)
     assert {ref.digest for ref in await asyncio.gather(*running)} == {first.digest}
-    assert first.digest in local.engine.engine._packed
+    assert first.digest in local.engine.engine.shelf.packed
     assert held == first
     local.models.release(held)
-    await until(lambda: first.digest not in local.engine.engine._packed)
+    await until(lambda: first.digest not in local.engine.engine.shelf.packed)
     assert (await served(client, "sql")) == second
 
 

@@ -1,10 +1,7 @@
 """The step loop: the scheduler and the pool meet the model. Synchronous and single-threaded; `now` is passed in."""
 
-import logging
 import random
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -20,7 +17,6 @@ from loraplex.core import (
     FinishReason,
     InvalidRequest,
     LoraplexError,
-    ModelNotFound,
     NonFiniteOutput,
     Overloaded,
     OverloadReason,
@@ -30,10 +26,11 @@ from loraplex.core import (
     SequenceId,
     ServedBy,
 )
+from loraplex.engine.adapter_shelf import AdapterShelf, load_failed
 from loraplex.engine.batch import PageBuffer
 from loraplex.engine.figures import Counters, snapshot
 from loraplex.engine.loading import LoadedBase, Progress
-from loraplex.engine.loads import AdapterLoader, LoadEnded
+from loraplex.engine.loads import AdapterLoader
 from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
 from loraplex.engine.packing import PackedAdapter, pack_adapter
 from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
@@ -44,8 +41,6 @@ from loraplex.model import Sampled, SamplingRow, needs_host
 from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
 
 _LOAD_TICK_S = 2e-4
-
-_log = logging.getLogger(__name__)
 
 StepResult = RequestOutput | RequestFailed
 
@@ -85,11 +80,6 @@ class _Started:
     at_s: float  # of the host's clock
 
 
-def _load_failed(name: str, retry_after_s: float) -> Overloaded:
-    message = f"The adapter {name!r} could not be brought into the pool; it is tried again in {retry_after_s:.1f} s."
-    return Overloaded(message, retry_after_s, OverloadReason.ADAPTER_LOAD)
-
-
 class Engine:
     """One base on one device with the adapters registered to it.
 
@@ -111,17 +101,13 @@ class Engine:
         self._runner = _make_runner(base, self._buffer, progress)
         self._started: _Started | None = None  # a step whose tokens nobody has seen yet
         self._outputs = OutputProcessor(base.tokenizer)
-        self._packed: dict[AdapterDigest, PackedAdapter] = {}
-        self._retired: set[AdapterDigest] = set()
-        self._loader = AdapterLoader(self._runner, base.geometry.page_bytes)
-        self._load_s: dict[AdapterDigest, float] = {}  # of each adapter's last load
-        self._held: Counter[AdapterDigest] = Counter()  # kept for comparisons, whether or not they are retired
-        self._adapters_lock = threading.Lock()  # over changes of packed, retired and held adapters
         self._requests: dict[RequestId, RequestState] = {}
         self._owner: dict[SequenceId, RequestState] = {}
         self._seeds: dict[SequenceId, int] = {}
         self._random = random.SystemRandom()
         self._counters = Counters()
+        loader = AdapterLoader(self._runner, base.geometry.page_bytes)
+        self.shelf = AdapterShelf(self._pack, self.scheduler, loader, self._counters)
         self._collected_s = 0.0  # when the last step's results came
         self._on_logits = on_logits
         self._probes = ProbeBook()
@@ -135,52 +121,26 @@ class Engine:
     # ------------------------------------------------------------------ adapters
     def add_adapter(self, adapter: Adapter) -> None:
         """Pack an adapter and keep it in host memory, ready to be paged in. Raises AdapterRefused."""
-        packed = self._pack(adapter)
-        with self._adapters_lock:
-            self._packed.setdefault(adapter.digest, packed)
-            self._retired.discard(adapter.digest)
+        self.shelf.add(adapter)
 
     def _pack(self, adapter: Adapter) -> PackedAdapter:
-        packed = self._packed.get(adapter.digest)
-        if packed is not None:
-            return packed
         on_gpu = self._decoder.device.type == "cuda"
         return pack_adapter(adapter, self.base.sites, self._geometry, self._decoder.dtype, pin_memory=on_gpu)
 
     def retire_adapter(self, digest: AdapterDigest) -> None:
         """No new requests for it; its memory goes once the requests that run have ended."""
-        with self._adapters_lock:
-            self._retired.add(digest)
-
-    def _sweep_retired(self) -> None:
-        with self._adapters_lock:
-            for digest in [d for d in self._retired if not self._held[d] and not self.scheduler.uses_adapter(d)]:
-                if not self.scheduler.retire_adapter(digest):
-                    continue  # it is still being loaded
-                self._packed.pop(digest, None)
-                self._load_s.pop(digest, None)
-                self._loader.forget(digest)
-                self._retired.discard(digest)
+        self.shelf.retire(digest)
 
     def hold_adapter(self, adapter: Adapter) -> PackedAdapter:
         """Keep an adapter for a comparison until `release_adapter`; what is paged in. Raises AdapterRefused.
 
         One that was not added stays unknown to requests.
         """
-        packed = self._pack(adapter)
-        with self._adapters_lock:
-            if adapter.digest not in self._packed:
-                self._packed[adapter.digest] = packed
-                self._retired.add(adapter.digest)
-            self._held[adapter.digest] += 1
-            return self._packed[adapter.digest]
+        return self.shelf.hold(adapter)
 
     def release_adapter(self, digest: AdapterDigest) -> None:
         """Undo one `hold_adapter`. What nobody added meanwhile goes after the next step."""
-        with self._adapters_lock:
-            self._held[digest] -= 1
-            if not self._held[digest]:
-                del self._held[digest]
+        self.shelf.release(digest)
 
     def set_tenant_weight(self, tenant: str, weight: float) -> None:
         """A tenant of weight 2 is served twice as much as one of weight 1, which is every tenant's at first."""
@@ -196,7 +156,7 @@ class Engine:
         try:
             return self.verifier.compare(adapter, self._run_probes, lambda check: check())
         finally:
-            self._sweep_retired()
+            self.shelf.sweep()
 
     def site_check(self, packed: PackedAdapter, adapter: Adapter) -> SiteCheck | None:
         """A look at what each linear adds; None where steps run in graphs, whose tables are the runner's."""
@@ -230,7 +190,7 @@ class Engine:
                 raise InvalidRequest(f"prompt token {token} is outside the vocabulary of {vocab} tokens.", "prompt")
         request.params.check_vocabulary(vocab)
         params = request.params
-        self.scheduler.check_fits(len(request.prompt_token_ids), params.max_tokens, self._pages_of(request))
+        self.scheduler.check_fits(len(request.prompt_token_ids), params.max_tokens, self.shelf.pages_of(request))
         if params.n > self._max_waiting:
             raise InvalidRequest(
                 f"n is {params.n}; the queue holds {self._max_waiting} sequences (--max-waiting).", "n"
@@ -242,27 +202,16 @@ class Engine:
             )
         self.scheduler.check_queue(len(request.prompt_token_ids) * params.n)
 
-    def _pages_of(self, request: Request) -> int:
-        if request.adapter is None:
-            return 0
-        packed = self._packed.get(request.adapter.digest)
-        if packed is None or request.adapter.digest in self._retired:
-            raise ModelNotFound(request.adapter.name)
-        return packed.num_pages
-
     def add_request(self, request: Request, now: float) -> None:
         """Queue a request. Raises what `check` raises; then nothing is queued."""
         self.check(request)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is already running.", "request_id")
-        if request.adapter is not None:
-            wait_s = self._loader.retry_in_s(request.adapter.digest, now)
-            if wait_s > 0.0 and not self.scheduler.residency.is_resident(request.adapter.digest):
-                raise _load_failed(request.adapter.name, wait_s)
+        self.shelf.check_load(request, now)
         self._add(request, now)
 
     def _add(self, request: Request, now: float) -> None:
-        packed = self._packed[request.adapter.digest] if request.adapter is not None else None
+        packed = self.shelf.packed[request.adapter.digest] if request.adapter is not None else None
         added = self.scheduler.add(
             request,
             packed.num_pages if packed is not None else 0,
@@ -292,7 +241,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.sequences or self._backlog or self._loader) or self._started is not None
+        return bool(self.scheduler.sequences or self._backlog or self.shelf.is_loading) or self._started is not None
 
     # ------------------------------------------------------------------ one step
     def step(self, now: float) -> list[StepResult]:
@@ -317,9 +266,9 @@ class Engine:
             results += self._collect(self._started)
         if plan is None:
             assert before is not None or not self.scheduler.running, "running sequences but no plan"
-            if before is None and self._loader:
+            if before is None and self.shelf.is_loading:
                 time.sleep(_LOAD_TICK_S)  # only loads are under way, and they run by themselves
-        self._sweep_retired()
+        self.shelf.sweep()
         self._snapshot()
         return results
 
@@ -336,7 +285,7 @@ class Engine:
         step = Step(
             plan,
             self.scheduler.sequences,
-            self._packed,
+            self.shelf.packed,
             [self._sampling_row(seq) for seq in drawing],
             observe,
             self.on_layer,
@@ -357,35 +306,16 @@ class Engine:
         return self._commit(started.plan, dict(zip(started.drawing, drawn, strict=True)))
 
     def _advance_loads(self, now: float) -> list[StepResult]:
-        """Begin loads for what waits, copy some, and let start whose adapter is there; failures of the others."""
-        for load in self.scheduler.start_loads(now):
-            self._loader.begin(load.digest, load.pages, self._packed[load.digest].image)
+        """Bring adapters nearer that requests wait for; failures of requests whose adapter could not be loaded."""
         results: list[StepResult] = []
-        for ended in self._loader.advance(is_idle=not self.scheduler.running):
-            if ended.error is None:
-                self._take_load(ended)
-            else:
-                results += self._fail_load(ended, now)
-        return results
 
-    def _take_load(self, ended: LoadEnded) -> None:
-        self.scheduler.adapter_ready(ended.digest)
-        self._loader.forget(ended.digest)
-        self._load_s[ended.digest] = ended.seconds
-        self._counters.num_adapter_loads += 1
-        self._counters.adapter_load_s += ended.seconds
-
-    def _fail_load(self, ended: LoadEnded, now: float) -> list[StepResult]:
-        """Fail the requests that wait for an adapter."""
-        self._counters.num_load_failures += 1
-        until = self._loader.back_off(ended.digest, now)
-        _log.warning("adapter %s could not be loaded: %s", ended.digest, ended.error)
-        results: list[StepResult] = []
-        for seq in self.scheduler.adapter_failed(ended.digest, until):
+        def fail(seq: Sequence, retry_after_s: float) -> None:
             state = self._owner.get(seq.seq_id)
             if state is not None and state.request.adapter is not None:
-                failure = self._fail(state, _load_failed(state.request.adapter.name, until - now))
-                results += [failure] if failure is not None else []
+                failure = self._fail(state, load_failed(state.request.adapter.name, retry_after_s))
+                results.extend([failure] if failure is not None else [])
+
+        self.shelf.advance_loads(now, fail)
         return results
 
     def _end_overdue(self, now: float) -> list[StepResult]:
@@ -411,7 +341,7 @@ class Engine:
             if state.num_cached_tokens is None or seq.num_cached_tokens < state.num_cached_tokens:
                 state.num_cached_tokens = seq.num_cached_tokens
             if state.served_by is None:
-                load_s = self._load_s[ref.digest] if ref is not None and seq.is_cold else 0.0
+                load_s = self.shelf.load_s[ref.digest] if ref is not None and seq.is_cold else 0.0
                 state.served_by = ServedBy(self.base.name, self.base.fingerprint, ref, seq.is_cold, load_s)
 
     def _observe(self, drawing: Iterable[Sequence], logits: Tensor) -> None:

@@ -1,0 +1,136 @@
+"""The engine's adapters in host memory: what is packed, what may leave, and their way into the pool."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from loraplex.adapters import Adapter
+from loraplex.core import AdapterDigest, ModelNotFound, Overloaded, OverloadReason, Request
+from loraplex.engine.figures import Counters
+from loraplex.engine.loads import AdapterLoader, LoadEnded
+from loraplex.engine.packing import PackedAdapter
+from loraplex.scheduler import Scheduler, Sequence
+
+_log = logging.getLogger(__name__)
+
+Pack = Callable[[Adapter], PackedAdapter]
+"""From an adapter to its page images. Raises AdapterRefused."""
+
+FailWaiting = Callable[[Sequence, float], None]
+"""Called for each sequence that waited for a load which failed, with the seconds until the load is tried again."""
+
+
+def load_failed(name: str, retry_after_s: float) -> Overloaded:
+    """What a request gets whose adapter could not be copied into the pool."""
+    message = f"The adapter {name!r} could not be brought into the pool; it is tried again in {retry_after_s:.1f} s."
+    return Overloaded(message, retry_after_s, OverloadReason.ADAPTER_LOAD)
+
+
+class AdapterShelf:
+    """Adapters by digest. `add`, `retire`, `hold` and `release` may be called from any thread.
+
+    The rest belongs to the thread that steps, as the scheduler and the loader do. `packed` is for reading.
+    """
+
+    def __init__(self, pack: Pack, scheduler: Scheduler, loader: AdapterLoader, counters: Counters) -> None:
+        self.packed: dict[AdapterDigest, PackedAdapter] = {}
+        self.held: Counter[AdapterDigest] = Counter()  # kept for comparisons, whether or not they are retired
+        self.load_s: dict[AdapterDigest, float] = {}  # of each adapter's last load
+        self._pack = pack
+        self._scheduler = scheduler
+        self._loader = loader
+        self._counters = counters
+        self._retired: set[AdapterDigest] = set()
+        self._lock = threading.Lock()  # over changes of packed, retired and held adapters
+
+    # ------------------------------------------------------------------ in host memory
+    def add(self, adapter: Adapter) -> None:
+        """Pack an adapter and keep it, also one that was retired. Raises AdapterRefused."""
+        packed = self._packed(adapter)
+        with self._lock:
+            self.packed.setdefault(adapter.digest, packed)
+            self._retired.discard(adapter.digest)
+
+    def _packed(self, adapter: Adapter) -> PackedAdapter:
+        packed = self.packed.get(adapter.digest)
+        return self._pack(adapter) if packed is None else packed
+
+    def retire(self, digest: AdapterDigest) -> None:
+        """No new requests for it; its memory goes once the requests that run have ended."""
+        with self._lock:
+            self._retired.add(digest)
+
+    def hold(self, adapter: Adapter) -> PackedAdapter:
+        """Keep an adapter until `release`; one that was not added stays unknown to requests. Raises AdapterRefused."""
+        packed = self._packed(adapter)
+        with self._lock:
+            if adapter.digest not in self.packed:
+                self.packed[adapter.digest] = packed
+                self._retired.add(adapter.digest)
+            self.held[adapter.digest] += 1
+            return self.packed[adapter.digest]
+
+    def release(self, digest: AdapterDigest) -> None:
+        """Undo one `hold`. What nobody added meanwhile goes with the next `sweep`."""
+        with self._lock:
+            self.held[digest] -= 1
+            if not self.held[digest]:
+                del self.held[digest]
+
+    def sweep(self) -> None:
+        """Let go of what is retired and neither held, nor used by a request, nor being loaded."""
+        with self._lock:
+            for digest in [d for d in self._retired if not self.held[d] and not self._scheduler.uses_adapter(d)]:
+                if not self._scheduler.retire_adapter(digest):
+                    continue  # it is still being loaded
+                self.packed.pop(digest, None)
+                self.load_s.pop(digest, None)
+                self._loader.forget(digest)
+                self._retired.discard(digest)
+
+    # ------------------------------------------------------------------ requests
+    def pages_of(self, request: Request) -> int:
+        """Pages of a request's adapter, 0 for the base. Raises ModelNotFound for one that is not here or leaves."""
+        if request.adapter is None:
+            return 0
+        packed = self.packed.get(request.adapter.digest)
+        if packed is None or request.adapter.digest in self._retired:
+            raise ModelNotFound(request.adapter.name)
+        return packed.num_pages
+
+    def check_load(self, request: Request, now: float) -> None:
+        """Raise Overloaded while the load of a request's adapter, which has failed, is not tried again."""
+        if request.adapter is not None:
+            wait_s = self._loader.retry_in_s(request.adapter.digest, now)
+            if wait_s > 0.0 and not self._scheduler.residency.is_resident(request.adapter.digest):
+                raise load_failed(request.adapter.name, wait_s)
+
+    # ------------------------------------------------------------------ into the pool
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loader)
+
+    def advance_loads(self, now: float, fail: FailWaiting) -> None:
+        """Begin loads for what waits, copy some, and let start whose adapter is there."""
+        for load in self._scheduler.start_loads(now):
+            self._loader.begin(load.digest, load.pages, self.packed[load.digest].image)
+        for ended in self._loader.advance(is_idle=not self._scheduler.running):
+            if ended.error is None:
+                self._take_load(ended)
+            else:
+                self._fail_load(ended, now, fail)
+
+    def _take_load(self, ended: LoadEnded) -> None:
+        self._scheduler.adapter_ready(ended.digest)
+        self._loader.forget(ended.digest)
+        self.load_s[ended.digest] = ended.seconds
+        self._counters.num_adapter_loads += 1
+        self._counters.adapter_load_s += ended.seconds
+
+    def _fail_load(self, ended: LoadEnded, now: float, fail: FailWaiting) -> None:
+        self._counters.num_load_failures += 1
+        until = self._loader.back_off(ended.digest, now)
+        _log.warning("adapter %s could not be loaded: %s", ended.digest, ended.error)
+        for seq in self._scheduler.adapter_failed(ended.digest, until):
+            fail(seq, until - now)
