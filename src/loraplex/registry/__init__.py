@@ -30,7 +30,7 @@ from loraplex.registry.audit import AuditEntry, AuditFinding, AuditReport, Findi
 from loraplex.registry.cache import NotInMemory
 from loraplex.registry.key_admin import CreatedKey, Keys
 from loraplex.registry.keys import ApiKey
-from loraplex.registry.limits import RegistryLimits
+from loraplex.registry.limits import LimitChanges, RegistryLimits, TenantLimits
 from loraplex.registry.registry import Registry, RegistryConfig
 from loraplex.registry.sandbox import SandboxLimits, validate_in_subprocess
 from loraplex.registry.tenants import Tenants
@@ -84,6 +84,7 @@ __all__ = [
     "KeyInfo",
     "KeyNotFound",
     "Keys",
+    "LimitChanges",
     "ModelPage",
     "NotInMemory",
     "PermissionDenied",
@@ -103,6 +104,7 @@ __all__ = [
     "TenantExists",
     "TenantId",
     "TenantInfo",
+    "TenantLimits",
     "TenantNotFound",
     "Tenants",
     "Unauthenticated",

@@ -4,9 +4,10 @@ from sqlalchemy import Connection, bindparam, select
 
 from loraplex.core import InvalidRequest
 from loraplex.core.registry_errors import PermissionDenied, TenantNotFound, Unauthenticated
+from loraplex.registry.limits import TenantLimits
 from loraplex.registry.names import is_tenant_name
 from loraplex.registry.repository import Owner
-from loraplex.registry.schema import api_keys, tenants
+from loraplex.registry.schema import AnyRow, api_keys, tenants
 from loraplex.registry.types import KeyId, Principal, Role, TenantId, TenantInfo
 
 LOCAL_KEY_ID = KeyId("local")
@@ -75,6 +76,14 @@ def tenant_by_name(connection: Connection, name: str) -> TenantInfo | None:
     if not is_tenant_name(name):  # PostgreSQL cannot even be asked for some
         return None
     row = connection.execute(select(tenants).where(tenants.c.name == name)).one_or_none()
-    if row is None:
-        return None
-    return TenantInfo(TenantId(row.tenant_id), row.name, row.created_at, row.disabled_at)
+    return tenant_info(row) if row is not None else None
+
+
+def tenant_info(row: AnyRow) -> TenantInfo:
+    """A tenant from a row with all columns of `tenants`."""
+    return TenantInfo(TenantId(row.tenant_id), row.name, row.created_at, row.disabled_at, tenant_limits(row))
+
+
+def tenant_limits(row: AnyRow) -> TenantLimits:
+    """A tenant's limits from a row with their columns of `tenants`."""
+    return TenantLimits(row.weight, row.priority, row.max_requests, row.tokens_per_minute)

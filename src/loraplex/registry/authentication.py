@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import String, bindparam, func, select
 
 from loraplex.core.registry_errors import Unauthenticated
+from loraplex.registry.access import tenant_limits
 from loraplex.registry.cache import NotInMemory
 from loraplex.registry.changes import Store
 from loraplex.registry.key_admin import bound_label
@@ -86,6 +87,7 @@ class Authenticator:
             bound_label(row, row.tenant_id),
             row.expires_at,
             row.bound_life,
+            tenant_limits(row),
         )
 
 
@@ -107,6 +109,10 @@ def _key_query() -> Any:
             api_keys.c.bound_life,
             tenants.c.name.label("tenant_name"),
             tenants.c.disabled_at,
+            tenants.c.weight,
+            tenants.c.priority,
+            tenants.c.max_requests,
+            tenants.c.tokens_per_minute,
             adapters.c.name,
             adapters.c.tenant_id.label("holder_id"),
             holder.c.name.label("holder_name"),

@@ -47,7 +47,7 @@ _WRITE = "loraplex_write"
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", String(32)))
 
-HEAD_REVISION = "0002"  # that of the newest file in migrations/versions
+HEAD_REVISION = "0003"  # that of the newest file in migrations/versions
 
 
 class _OpenedFile:

@@ -1,11 +1,17 @@
-"""How much one tenant may keep in the registry."""
+"""How much one tenant may keep in the registry, and how much of a server it may take."""
 
+import math
 from dataclasses import dataclass, fields
+from typing import TypedDict
 
 from loraplex.core import ConfigError, InvalidRequest
+from loraplex.core.request import MAX_PRIORITY
 
 MAX_PAGE = 1_000
 MAX_FAILURE_CHARS = 300  # of what a verification says was wrong
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+MAX_TENANT_REQUESTS = 1_000_000
+MAX_TOKENS_PER_MINUTE = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,40 @@ class RegistryLimits:
         for field in fields(self):
             if getattr(self, field.name) < 1:
                 raise ConfigError(f"{field.name} must be at least 1, got {getattr(self, field.name)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """A tenant's part of each server. The defaults are those of a tenant for whom nothing was set."""
+
+    weight: float = 1.0  # of its share where tenants compete
+    priority: int = 0  # the first class that its requests may ask for; lower is earlier
+    max_requests: int | None = None  # at once
+    tokens_per_minute: int | None = None  # of prompts and answers
+
+
+class LimitChanges(TypedDict, total=False):
+    """New values of some of a tenant's limits. What is left out stays; None takes a bound away."""
+
+    weight: float
+    priority: int
+    max_requests: int | None
+    tokens_per_minute: int | None
+
+
+def check_tenant_limits(limits: TenantLimits) -> None:
+    """Raise InvalidRequest for the first value that cannot be set."""
+    _check_range("weight", limits.weight, MIN_WEIGHT, MAX_WEIGHT)
+    _check_range("priority", limits.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if limits.max_requests is not None:
+        _check_range("max_requests", limits.max_requests, 1, MAX_TENANT_REQUESTS)
+    if limits.tokens_per_minute is not None:
+        _check_range("tokens_per_minute", limits.tokens_per_minute, 1, MAX_TOKENS_PER_MINUTE)
+
+
+def _check_range(name: str, value: float, least: float, most: float) -> None:
+    if not math.isfinite(value) or not least <= value <= most:
+        raise InvalidRequest(f"{name} is {value}; it must be from {least:.15g} to {most:.15g}.", name)
 
 
 def check_page(limit: int) -> None:

@@ -75,6 +75,10 @@ tenants = Table(
     Column("created_at", Double, nullable=False),
     Column("disabled_at", Double),
     Column("epoch", BigInteger, nullable=False, index=True),
+    Column("weight", Double, nullable=False, server_default="1"),
+    Column("priority", Integer, nullable=False, server_default="0"),
+    Column("max_requests", Integer),
+    Column("tokens_per_minute", BigInteger),
 )
 
 adapters = Table(

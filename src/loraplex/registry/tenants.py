@@ -1,20 +1,22 @@
-"""Managing tenants: operators only."""
+"""Managing tenants: operators only, but for a look at one's own."""
 
 import secrets
+from dataclasses import replace
 
 from sqlalchemy import func, select, update
 
+from loraplex.core import InvalidRequest
 from loraplex.core.registry_errors import TenantExists
 from loraplex.registry import schema
-from loraplex.registry.access import find_tenant, require_role, tenant_by_name
+from loraplex.registry.access import find_tenant, require_role, tenant_by_name, tenant_info
 from loraplex.registry.changes import Store
-from loraplex.registry.limits import check_page
+from loraplex.registry.limits import LimitChanges, check_page, check_tenant_limits
 from loraplex.registry.names import check_tenant_name
 from loraplex.registry.types import Principal, RegistryCounts, Role, TenantId, TenantInfo
 
 
 class Tenants:
-    """Creates, disables, enables and lists tenants. All raise PermissionDenied for other roles than operator."""
+    """Manages tenants. All methods but `find` raise PermissionDenied for other roles than operator."""
 
     __slots__ = ("_store",)
 
@@ -52,10 +54,30 @@ class Tenants:
         table = schema.tenants
         query = select(table).where(table.c.name > after).order_by(table.c.name).limit(limit)
         with self._store.read() as connection:
-            return tuple(
-                TenantInfo(TenantId(row.tenant_id), row.name, row.created_at, row.disabled_at)
-                for row in connection.execute(query)
-            )
+            return tuple(tenant_info(row) for row in connection.execute(query))
+
+    def find(self, principal: Principal, name: str) -> TenantInfo:
+        """One tenant: any for operators, its own for a tenant's admin. Raises PermissionDenied, TenantNotFound."""
+        require_role(principal, Role.TENANT_ADMIN)
+        with self._store.read() as connection:
+            return find_tenant(connection, principal, name)
+
+    def change_limits(self, principal: Principal, name: str, changes: LimitChanges) -> TenantInfo:
+        """Set some of a tenant's limits. Raises InvalidRequest (the first bad value, or no change), TenantNotFound."""
+        require_role(principal, Role.OPERATOR)
+        if not changes:
+            raise InvalidRequest("Give at least one of weight, priority, max_requests and tokens_per_minute.")
+        with self._store.change(principal) as change:
+            tenant = find_tenant(change.connection, principal, name)
+            limits = replace(tenant.limits, **changes)
+            check_tenant_limits(limits)
+            table = schema.tenants
+            statement = update(table).where(table.c.tenant_id == tenant.tenant_id).values(**changes)
+            change.connection.execute(statement)
+            before = {f"{field}_from": getattr(tenant.limits, field) for field in changes}
+            after = {f"{field}_to": getattr(limits, field) for field in changes}
+            change.record(tenant.tenant_id, principal.key_id, "tenant.limits", name=name, **before, **after)
+            return replace(tenant, limits=limits)
 
     def count(self, principal: Principal) -> RegistryCounts:
         """How many tenants are enabled, and how many names of theirs stand for a version."""
@@ -73,7 +95,7 @@ class Tenants:
             change.connection.execute(statement)
             action = "tenant.disable" if disabled else "tenant.enable"
             change.record(tenant.tenant_id, principal.key_id, action, name=name)
-            return TenantInfo(tenant.tenant_id, name, tenant.created_at, at)
+            return replace(tenant, disabled_at=at)
 
 
 _COUNT_QUERY = (

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import NewType
 
 from loraplex.core import AdapterDigest, AdapterRef, BaseFingerprint
+from loraplex.registry.limits import TenantLimits
 
 TenantId = NewType("TenantId", str)
 """Made by the registry; never text of a client."""
@@ -59,6 +60,7 @@ class Principal:
     bound_adapter: str | None = None  # as the caller would write it: `name`, or `tenant/name` where it was granted
     expires_at: float | None = None
     bound_life: int | None = None
+    limits: TenantLimits = field(default_factory=TenantLimits)  # of its tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class TenantInfo:
     name: str
     created_at: float
     disabled_at: float | None
+    limits: TenantLimits = field(default_factory=TenantLimits)
 
 
 @dataclass(frozen=True, slots=True)
