@@ -14,7 +14,7 @@ import typer
 from loraplex.adapters import limits as adapter_limits
 from loraplex.adapters import peft_config
 from loraplex.cli.main import app
-from loraplex.core import LoraplexError, RefusalReason, SamplingParams, limits
+from loraplex.core import LoraplexError, OverloadReason, RefusalReason, SamplingParams, limits
 from loraplex.server.errors import HTTP_CODES, kind_of
 from loraplex.server.metrics import Metrics
 from loraplex.server.routes import ROUTES
@@ -101,6 +101,13 @@ def test_every_http_code_is_documented() -> None:
     assert documented == dict(HTTP_CODES)
 
 
+def test_every_reason_of_an_overload_is_documented() -> None:
+    table = section(read("errors.md"), "## Reasons of overload")
+    documented = {cells[0].strip("`"): cells[1:] for cells in rows(table) if cells[0].startswith("`")}
+    assert set(documented) == {reason.value for reason in OverloadReason}
+    assert all(meaning and advice for meaning, advice in documented.values())
+
+
 def test_every_refusal_reason_is_documented() -> None:
     table = section(read("errors.md"), "## Reason codes")
     documented = {cells[0].strip("`"): cells[1:] for cells in rows(table) if cells[0].startswith("`")}
@@ -147,6 +154,7 @@ LIMITED_FIELDS = {
     "MIN_SEED": "seed",
     "MAX_TOP_K": "top_k",
     "MAX_TOKENS": "max_tokens",
+    "MAX_DEADLINE_S": "deadline_s",
     "MAX_PROMPTS": "prompt",
     "MAX_MESSAGES": "messages",
     "MAX_DETOKENIZED_TOKENS": "tokens",

@@ -30,6 +30,7 @@ CODES = {
     "ServerError": "server_error",
     "Overloaded": "overloaded",
     "CallerLimitReached": "caller_limit",
+    "DeadlinePassed": "deadline_exceeded",
     "EngineDead": "engine_dead",
     "NonFiniteOutput": "non_finite_output",
 }

@@ -5,11 +5,14 @@ import pytest
 
 from loraplex.core import (
     AdapterRefused,
+    CallerLimitReached,
     ContextTooLong,
+    DeadlinePassed,
     InvalidRequest,
     LoraplexError,
     ModelNotFound,
     Overloaded,
+    OverloadReason,
     RefusalReason,
     ServerError,
 )
@@ -43,6 +46,8 @@ def test_a_class_outside_the_table_takes_the_status_above_it() -> None:
         (ContextTooLong("m", "prompt"), 400, "prompt", "context_length_exceeded"),
         (ModelNotFound("x"), 404, "model", "model_not_found"),
         (Overloaded("m", 0.2), 503, None, "overloaded"),
+        (CallerLimitReached("m", 0.2), 429, None, "caller_limit"),
+        (DeadlinePassed("m", 0.2), 504, None, "deadline_exceeded"),
         (ServerError("m"), 500, None, "server_error"),
     ],
 )
@@ -54,6 +59,21 @@ def test_reply_carries_status_param_and_code(error: LoraplexError, status: int, 
 def test_refusals_carry_their_reason() -> None:
     reply = reply_for(AdapterRefused(RefusalReason.RANK_TOO_LARGE, "rank 512 is above 64"))
     assert reply.body()["error"]["reason"] == "RANK_TOO_LARGE"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Overloaded("m", 1.0), "QUEUE_FULL"),
+        (Overloaded("m", 1.0, OverloadReason.ADAPTER_LOAD), "ADAPTER_LOAD"),
+        (CallerLimitReached("m", 1.0), "SHARE"),
+        (DeadlinePassed("m", 1.0), "DEADLINE"),
+    ],
+)
+def test_overloads_carry_their_reason_and_when_to_come_again(error: Overloaded, reason: str) -> None:
+    reply = reply_for(error)
+    assert reply.body()["error"]["reason"] == reason  # type: ignore[index]
+    assert reply.response().headers["retry-after"] == "1"
 
 
 def test_foreign_errors_say_nothing_of_their_cause() -> None:

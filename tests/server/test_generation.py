@@ -14,6 +14,15 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USAGE = {"include_usage": True}
 
 
+def usage(prompt: int, output: int, cached: int = 0) -> dict[str, object]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
 async def test_completion_is_what_the_engine_made(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     response = await client.post(COMPLETIONS, json=completion())
     body = response.json()
@@ -24,7 +33,7 @@ async def test_completion_is_what_the_engine_made(client: httpx.AsyncClient, eng
     assert body["choices"] == [
         {"index": 0, "text": expected, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     ]
-    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 16, "total_tokens": 22}
+    assert body["usage"] == usage(6, 16)
 
 
 async def test_chat_is_what_the_engine_made(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -106,7 +115,18 @@ async def test_choices_are_indexed_by_prompt_and_then_by_n(client: httpx.AsyncCl
     assert texts[0] == fake_text(None, engine.encode("x"), 16)
     assert texts[2] == fake_text(None, engine.encode("y"), 16)
     assert len(set(texts)) == 4
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 64, "total_tokens": 68}
+    assert body["usage"] == usage(4, 64)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_counts_what_came_from_the_prefix_cache(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    engine.cached_tokens = 4
+    body = completion(prompt=["Hello", "x"], stream=stream, **({"stream_options": USAGE} if stream else {}))
+    response = await client.post(COMPLETIONS, json=body)
+    last = chunks(response)[-1] if stream else response.json()
+    assert last["usage"] == usage(6 + 2, 32, 4 + 2)
 
 
 @pytest.mark.parametrize("prompt", ["Hi", ["Hi"], [256, 72, 105], [[256, 72, 105]]])

@@ -10,7 +10,8 @@ LoraplexError
 │   └── ConfigError             a flag or setting that cannot work
 └── ServerError                 the caller did nothing wrong
     ├── Overloaded              something the server has a limit of is used up; try again later
-    │   └── CallerLimitReached  one caller has its share of it; others are served
+    │   ├── CallerLimitReached  one caller has its share of it; others are served
+    │   └── DeadlinePassed      the answer had not ended when its client's deadline came
     ├── EngineDead              the engine stopped; the process must be restarted
     └── NonFiniteOutput         the weights a request asked for produced NaN or infinity; only that request fails
 """
@@ -134,6 +135,11 @@ class OverloadReason(StrEnum):
     QUEUE_TOKENS = "QUEUE_TOKENS"
     ADAPTER_LOAD = "ADAPTER_LOAD"
     DEADLINE = "DEADLINE"
+    HOST_MEMORY = "HOST_MEMORY"
+    BODIES = "BODIES"
+    WORK = "WORK"
+    CONNECTIONS = "CONNECTIONS"
+    SHARE = "SHARE"
 
 
 class Overloaded(ServerError):
@@ -152,6 +158,18 @@ class CallerLimitReached(Overloaded):
     """One caller has as much at once as a caller may have. The message names the limit."""
 
     code = "caller_limit"
+
+    def __init__(self, message: str, retry_after_s: float, reason: OverloadReason = OverloadReason.SHARE) -> None:
+        super().__init__(message, retry_after_s, reason)
+
+
+class DeadlinePassed(Overloaded):
+    """The request's own deadline (`deadline_s`) came before its answer had ended."""
+
+    code = "deadline_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s, OverloadReason.DEADLINE)
 
 
 class EngineDead(ServerError):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from loraplex.core.errors import InvalidRequest
+from loraplex.core.limits import MAX_DEADLINE_S
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.types import AdapterDigest, BaseFingerprint, RequestId
 
@@ -53,10 +54,9 @@ class Request:
             raise InvalidRequest(
                 f"priority is {self.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}.", "priority"
             )
-        if self.deadline_s is not None and not 0 < self.deadline_s < float("inf"):
-            raise InvalidRequest(
-                f"deadline_s is {self.deadline_s}; it must be a finite number of seconds above 0.", "deadline_s"
-            )
+        if self.deadline_s is not None and not 0 < self.deadline_s <= MAX_DEADLINE_S:
+            message = f"deadline_s is {self.deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:.0f} seconds."
+            raise InvalidRequest(message, "deadline_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from loraplex.core import ConfigError, Overloaded
+from loraplex.core import ConfigError, Overloaded, OverloadReason
 from loraplex.core.registry_errors import StoreFull, StoreUnavailable
 from loraplex.registry.directory_store import RESERVE_BYTES
 
@@ -42,7 +42,8 @@ class Uploads:
             message = f"{free} bytes are free for an upload of {num_bytes}; {RESERVE_BYTES} are kept free."
             raise StoreFull(message)
         if not self._places.acquire(blocking=False):
-            raise Overloaded(f"{MAX_UPLOADS} uploads are running, which is the limit; try again.", _RETRY_AFTER_S)
+            message = f"{MAX_UPLOADS} uploads are running, which is the limit; try again."
+            raise Overloaded(message, _RETRY_AFTER_S, OverloadReason.WORK)
         try:
             with write_failures():
                 directory = Path(tempfile.mkdtemp(dir=self._root))

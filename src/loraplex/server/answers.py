@@ -149,7 +149,12 @@ def _finite(logprob: float) -> float:
 def usage(tally: Tally) -> Json:
     """Token counts over all prompts and choices; a prompt counts once, whatever `n` is."""
     prompt, output = tally.num_prompt_tokens, tally.num_output_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": tally.num_cached_tokens},
+    }
 
 
 def identity_body(served: ServedBy, tally: Tally, request_id: str) -> Json:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from loraplex.core import CallerLimitReached, Overloaded
+from loraplex.core import CallerLimitReached, Overloaded, OverloadReason
 from loraplex.server.body import BodyT, check_media_type, parse_json, validate
 from loraplex.server.body_limits import BodyLimits
 from loraplex.server.context import context_of
@@ -51,7 +51,8 @@ class BodyBudget:
             message = f"Bodies of this caller in flight have more than the limit of {self._max_caller_bytes} bytes."
             raise CallerLimitReached(message, _RETRY_AFTER_S)
         if self._num_bytes + num_bytes > self._max_bytes:
-            raise Overloaded(f"All bodies in flight have more than the limit of {self._max_bytes} bytes.", 1.0)
+            message = f"All bodies in flight have more than the limit of {self._max_bytes} bytes."
+            raise Overloaded(message, _RETRY_AFTER_S, OverloadReason.BODIES)
         share.num_bytes += num_bytes
         self._num_bytes += num_bytes
         self._by_caller[share.caller] += num_bytes

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from loraplex.core import Overloaded, OverloadReason
 from loraplex.server.errors import INVALID, UNAVAILABLE, ErrorKind, ErrorReply
 
 _SPARE_FILES = 256  # for the registry, weights and uploads
@@ -36,7 +37,8 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             self._is_refused = True
-            self._refuse(503, "overloaded", f"The server has {self.max_connections} connections, which is the limit.")
+            message = f"The server has {self.max_connections} connections, which is the limit."
+            self._refuse(503, Overloaded.code, message, OverloadReason.CONNECTIONS)
         else:
             self._watch()
 
@@ -76,10 +78,10 @@ class LimitedProtocol(H11Protocol):
             message = f"The headers of the request did not arrive within {self.header_timeout_s:g} s."
             self._refuse(408, "request_timeout", message)
 
-    def _refuse(self, status: int, code: str, message: str) -> None:
+    def _refuse(self, status: int, code: str, message: str, why: str | None = None) -> None:
         """Answer outside of HTTP's state, as no request is known, and close."""
         reason, kind = _PHRASES[status]
-        body = json.dumps(ErrorReply(ErrorKind(status, kind), code, message).body())
+        body = json.dumps(ErrorReply(ErrorKind(status, kind), code, message, reason=why).body())
         head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         retry = "Retry-After: 1\r\n" if status == 503 else ""
         self.transport.write(f"{head}{retry}Content-Length: {len(body)}\r\n\r\n{body}".encode())

@@ -36,6 +36,7 @@ class Tally:
 
     prompt_tokens: dict[int, int] = field(default_factory=dict)  # by prompt index
     output_tokens: dict[int, int] = field(default_factory=dict)
+    cached_tokens: dict[int, int] = field(default_factory=dict)
     served_by: ServedBy | None = None
     cold: bool = False
     read_s: float = 0.0  # until the weights were in host memory
@@ -48,6 +49,7 @@ class Tally:
         """Book one output. `now` is in the seconds of the context's clock."""
         self.prompt_tokens[prompt_idx] = output.num_prompt_tokens
         self.output_tokens[prompt_idx] = output.num_output_tokens
+        self.cached_tokens[prompt_idx] = output.num_cached_tokens
         self.served_by = output.served_by
         self.cold = self.cold or output.served_by.cold
         self.paging_s = max(self.paging_s, output.served_by.load_s)
@@ -68,6 +70,11 @@ class Tally:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(self.prompt_tokens.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompts, taken from the prefix cache."""
+        return sum(self.cached_tokens.values())
 
     @property
     def num_output_tokens(self) -> int:
@@ -239,6 +246,7 @@ def _log_fields(context: RequestContext, scope: Scope) -> dict[str, object]:
         "cold": tally.cold,
         "load_s": tally.load_s,
         "prompt_tokens": tally.num_prompt_tokens,
+        "cached_tokens": tally.num_cached_tokens,
         "output_tokens": tally.num_output_tokens,
     }
 

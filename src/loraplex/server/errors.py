@@ -16,6 +16,7 @@ from loraplex.core import (
     ClientError,
     ConfigError,
     ContextTooLong,
+    DeadlinePassed,
     EngineDead,
     InvalidRequest,
     LoraplexError,
@@ -56,6 +57,7 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         ServerError: INTERNAL,
         Overloaded: UNAVAILABLE,
         CallerLimitReached: TOO_MANY,
+        DeadlinePassed: ErrorKind(504, "timeout_error"),
         EngineDead: UNAVAILABLE,
         NonFiniteOutput: INTERNAL,
         **dict.fromkeys((registry.ArtifactCorrupt, registry.ArtifactMissing, registry.ValidatorFailed), INTERNAL),
@@ -104,7 +106,7 @@ class ErrorReply:
         return replace(self, message=redactor.text(self.message), param=param)
 
     def body(self) -> dict[str, object]:
-        """The JSON object: OpenAI's shape, plus `reason` where an adapter or base was refused."""
+        """The JSON object: OpenAI's shape, plus `reason` where a refusal or an overload has one."""
         error: dict[str, object] = {
             "message": self.message,
             "type": self.kind.type,
@@ -142,7 +144,7 @@ def reply_for(error: Exception) -> ErrorReply:
         code=error.code,
         message=error.message,
         param=_param_of(error),
-        reason=error.reason_code if isinstance(error, AdapterRefused | BaseRefused) else None,
+        reason=error.reason_code if isinstance(error, AdapterRefused | BaseRefused | Overloaded) else None,
         retry_after_s=max(1, math.ceil(error.retry_after_s)) if isinstance(error, Overloaded) else None,
     )
 

@@ -14,6 +14,8 @@ from loraplex.core import (
     EngineClient,
     FinishReason,
     LoraplexError,
+    Overloaded,
+    OverloadReason,
     Request,
     RequestId,
     RequestOutput,
@@ -24,6 +26,7 @@ from loraplex.core import (
 )
 from loraplex.server.answers import AnswerFormat, Choice, Json, identity_body, usage
 from loraplex.server.context import RequestContext, context_of, log_unexpected
+from loraplex.server.deadlines import Deadline
 from loraplex.server.identity import identity_headers
 from loraplex.server.prompts import Prompt
 from loraplex.server.service import Service
@@ -32,11 +35,13 @@ from loraplex.server.streams import DONE_EVENT, EventStream, Tagged, close, even
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A parsed request: what to run and how to phrase the answer."""
+    """A parsed request: what to run, for whom and until when, and how to phrase the answer."""
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     adapter: AdapterRef | None
+    tenant: str
+    deadline: Deadline | None
     wording: AnswerFormat
     stream: bool
     include_usage: bool
@@ -45,9 +50,17 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def requests(self) -> tuple[Request, ...]:
-        """One engine request a prompt."""
+        """One engine request a prompt. Raises DeadlinePassed."""
+        left_s = self.deadline.left_s() if self.deadline is not None else None
         return tuple(
-            Request(RequestId(f"{self.job_id}-{idx}"), prompt.token_ids, self.params, self.adapter)
+            Request(
+                request_id=RequestId(f"{self.job_id}-{idx}"),
+                prompt_token_ids=prompt.token_ids,
+                params=self.params,
+                adapter=self.adapter,
+                tenant=self.tenant,
+                deadline_s=left_s,
+            )
             for idx, prompt in enumerate(self.prompts)
         )
 
@@ -63,7 +76,7 @@ class Job:
 async def answer(service: Service, http: HttpRequest, job: Job) -> Response:
     """Run a job. Errors before the first token are raised, so that they become HTTP errors for streams too."""
     context = context_of(http)
-    source = merge([_outputs(service.engine, request) for request in job.requests()])
+    source = merge([_outputs(service.engine, request, job.deadline) for request in job.requests()])
     if not job.stream:
         return await until_disconnect(http.receive, _whole_answer(job, context, source))
     try:
@@ -80,7 +93,9 @@ async def _first(source: AsyncGenerator[Tagged[RequestOutput], None]) -> Tagged[
     return await anext(source)
 
 
-async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[RequestOutput, None]:
+async def _outputs(
+    engine: EngineClient, request: Request, deadline: Deadline | None
+) -> AsyncGenerator[RequestOutput, None]:
     """Outputs of one engine request, checked. Closing this cancels the request."""
     stream = engine.generate(request)
     try:
@@ -90,6 +105,10 @@ async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[Req
             if output.finished:
                 return
         raise ServerError("The engine ended the answer early.")
+    except Overloaded as error:
+        if deadline is not None and error.reason is OverloadReason.DEADLINE:
+            raise deadline.passed(error.retry_after_s) from error  # the engine knows what was left of it only
+        raise
     finally:
         await close(stream)
 

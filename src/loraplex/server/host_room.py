@@ -5,7 +5,7 @@ What runs cannot be interrupted, so a tenant's requests never use all of the roo
 
 from collections import Counter
 
-from loraplex.core import AdapterRefused, CallerLimitReached, Overloaded, RefusalReason
+from loraplex.core import AdapterRefused, CallerLimitReached, Overloaded, OverloadReason, RefusalReason
 
 RETRY_AFTER_S = 1.0
 
@@ -78,4 +78,5 @@ class HostRoom:
                 f"{message} (three quarters of --max-cpu-loras, --cpu-lora-memory).", RETRY_AFTER_S
             )
         limits = f"{self.max_adapters} (--max-cpu-loras), {self._max_bytes} bytes (--cpu-lora-memory)"
-        return Overloaded(f"The adapters in host memory are all in use: {limits}.", RETRY_AFTER_S)
+        message = f"The adapters in host memory are all in use: {limits}."
+        return Overloaded(message, RETRY_AFTER_S, OverloadReason.HOST_MEMORY)

@@ -10,6 +10,7 @@ from loraplex.server import prompts
 from loraplex.server.answers import ChatFormat, CompletionFormat
 from loraplex.server.callers import Access
 from loraplex.server.context import context_of
+from loraplex.server.deadlines import Deadline
 from loraplex.server.generation import Job, answer
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.model_routes import get_model, list_models
@@ -23,7 +24,8 @@ async def create_completion(service: Service, http: Request) -> Response:
     body = await service.bodies.read(http, CompletionBody)
     params = prompts.completion_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
-    adapter = await _acquire(service, http, body.model)
+    deadline = _deadline(http, body)
+    adapter = await _acquire(service, http, body.model, deadline)
     items = prompts.completion_items(body.prompt)
     given = await service.texts.run(
         prompts.num_chars(items), prompts.completion_prompts, service.engine, items, body.add_special_tokens, body.echo
@@ -31,7 +33,8 @@ async def create_completion(service: Service, http: Request) -> Response:
     for prompt in given:
         prompts.check_fits(service.engine, prompt, params, "prompt")
     wording = CompletionFormat(want_logprobs=params.logprobs is not None)
-    job = Job(given, params, adapter, wording, body.stream, _include_usage(body), body.echo)
+    tenant = context_of(http).known_caller.account
+    job = Job(given, params, adapter, tenant, deadline, wording, body.stream, _include_usage(body), body.echo)
     return await answer(service, http, job)
 
 
@@ -40,28 +43,36 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
     body = await service.bodies.read(http, ChatBody)
     params = prompts.chat_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
-    adapter = await _acquire(service, http, body.model)
+    deadline = _deadline(http, body)
+    adapter = await _acquire(service, http, body.model, deadline)
     num_chars = prompts.num_message_chars(body.messages)
     prompt = await service.texts.run(num_chars, prompts.chat_prompt, service.engine, body)
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     prompts.check_fits(service.engine, prompt, params, "messages", limit_param)
     wording = ChatFormat(want_logprobs=params.logprobs is not None)
-    return await answer(service, http, Job((prompt,), params, adapter, wording, body.stream, _include_usage(body)))
+    tenant = context_of(http).known_caller.account
+    job = Job((prompt,), params, adapter, tenant, deadline, wording, body.stream, _include_usage(body))
+    return await answer(service, http, job)
 
 
 def _include_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-async def _acquire(service: Service, http: Request, model: str | None) -> AdapterRef | None:
+def _deadline(http: Request, body: GenerationBody) -> Deadline | None:
+    return None if body.deadline_s is None else Deadline(body.deadline_s, context_of(http).started_at)
+
+
+async def _acquire(service: Service, http: Request, model: str | None, deadline: Deadline | None) -> AdapterRef | None:
     """The adapter a request runs on, ready and kept until the answer has ended; None only for the base.
 
-    Raises what `ModelCatalog.acquire` does.
+    Raises what `ModelCatalog.acquire` does, and DeadlinePassed.
     """
     context = context_of(http)
     context.requested_model = model
     on_resolved = partial(context.pin, service.engine.base)
-    return context.hold(await service.catalog.acquire(context.known_caller, model, on_resolved))
+    work = service.catalog.acquire(context.known_caller, model, on_resolved)
+    return context.hold(await work if deadline is None else await deadline.bound(work))
 
 
 async def _check_model(service: Service, http: Request, model: str | None) -> None:

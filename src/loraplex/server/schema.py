@@ -124,6 +124,7 @@ class GenerationBody(Body):
     min_tokens: int = 0
     logit_bias: dict[str, object] = Field(default_factory=dict)  # by token id; SamplingParams checks the numbers
     skip_special_tokens: bool = True
+    deadline_s: float | None = Field(default=None, gt=0, le=limits.MAX_DEADLINE_S)  # after the request's arrival
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from loraplex.core import CallerLimitReached, Overloaded
+from loraplex.core import CallerLimitReached, Overloaded, OverloadReason
 from loraplex.server.threads import WorkerThreads
 
 _P = ParamSpec("_P")
@@ -59,7 +59,8 @@ class TenantWork:
     async def run(self, tenant: str, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """What `call` returns, made in a thread once it is the tenant's turn. Raises Overloaded if too many wait."""
         if self.num_waiting >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} pieces of work are waiting, which is the limit.", _RETRY_AFTER_S)
+            message = f"{self._max_waiting} pieces of work are waiting, which is the limit."
+            raise Overloaded(message, _RETRY_AFTER_S, OverloadReason.WORK)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._start_next()

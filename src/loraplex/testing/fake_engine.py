@@ -19,6 +19,7 @@ from loraplex.core import (
     BaseFingerprint,
     ChatMessage,
     ContextTooLong,
+    DeadlinePassed,
     EngineDead,
     EngineStats,
     FinishReason,
@@ -118,11 +119,17 @@ def _logprob(token: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token, chr(32 + token % 95), -0.5, top)
 
 
+def _check_deadline(request: Request, seconds: float) -> None:
+    if request.deadline_s is not None and seconds > request.deadline_s:
+        raise DeadlinePassed(f"The request had {request.deadline_s:g} s (deadline_s) and has not ended.", 1.5)
+
+
 @dataclass(slots=True, eq=False)
 class FakeEngine:
     """Implements `EngineClient`. The fields set its behaviour and may be changed at any time.
 
     `error` is raised by requests after `error_after` outputs. `max_running` refuses more requests with Overloaded.
+    A request whose deadline has passed after a step fails. `cached_tokens` of each prompt count as taken from a cache.
     `serve_other` makes it claim to have run these weights, whatever was asked. `delay_s` is the time of one step.
 
     With `only_held` requests for adapters that `add_adapter` did not bring are ModelNotFound. `comparison` is what
@@ -138,6 +145,7 @@ class FakeEngine:
     max_running: int = 256
     cold: bool = False
     load_s: float = 0.0
+    cached_tokens: int = 0
     serve_other: AdapterRef | None = None
     started: list[Request] = field(default_factory=list)
     cancelled: list[RequestId] = field(default_factory=list)
@@ -184,10 +192,11 @@ class FakeEngine:
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """One token a step for every choice. Closing early is recorded in `cancelled`."""
         self._admit(request)
-        finished = False
+        finished, started_s = False, time.perf_counter()
         try:
             for output in self._outputs(request):
                 await asyncio.sleep(self.delay_s)
+                _check_deadline(request, time.perf_counter() - started_s)
                 finished = output.finished
                 yield output
         except LoraplexError:
@@ -229,7 +238,8 @@ class FakeEngine:
             num_outputs, num_tokens = num_outputs + 1, num_tokens + len(deltas)
             self.num_steps, self.num_output_tokens = self.num_steps + 1, self.num_output_tokens + len(deltas)
             finished = all(sequence.finish_reason for sequence in sequences)
-            yield RequestOutput(request.request_id, served, deltas, finished, num_prompt, num_tokens)
+            cached = min(self.cached_tokens, num_prompt)
+            yield RequestOutput(request.request_id, served, deltas, finished, num_prompt, num_tokens, cached)
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Put it into `held`."""
