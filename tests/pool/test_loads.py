@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from loraplex.core import AdapterDigest
-from loraplex.pool import AdapterResidency, AdapterState, EvictionReason, PagePool, ReloadCost
+from loraplex.pool import AdapterResidency, AdapterState, EvictionReason, PagePool, Placement, ReloadCost
 from loraplex.pool.adapter_state import AdapterEvent, next_state
 from loraplex.pool.reloads import MAX_EVICTED, Reloads
 
-A, B, C = (AdapterDigest(name * 64) for name in "abc")
+A, B, C, D = (AdapterDigest(name * 64) for name in "abcd")
 S, E = AdapterState, AdapterEvent
 LIFE = {
     (S.ABSENT, E.BEGIN): S.LOADING,
@@ -169,3 +169,25 @@ def test_memory_of_evicted_adapters_is_bounded() -> None:
     assert reloads.count == 0
     reloads.loaded(AdapterDigest(str(3 * MAX_EVICTED - 1)))
     assert (reloads.count, reloads.missing_pages(), len(reloads._evicted)) == (1, 1, MAX_EVICTED - 1)
+
+
+# ---------------------------------------------------------------------- what is told of them
+def test_placements_tell_state_use_and_popularity_of_every_adapter() -> None:
+    residency = AdapterResidency(PagePool(12))
+    for digest in (A, B, C):
+        assert residency.begin_load(digest, 2, (), 0.0)
+    residency.ready(A)
+    residency.fail(C, until=9.0)
+    residency.acquire(A, 2, 1.0)
+    residency.acquire(A, 2, 61.0)
+    residency.release(A)
+    found = residency.placements(121.0)
+    assert found == {
+        A: Placement(AdapterState.RESIDENT, 2, 1, pytest.approx(0.75), 61.0),
+        B: Placement(AdapterState.LOADING, 2, 0, 0.0, None),
+    }
+    assert residency.placements(8.0)[C] == Placement(AdapterState.FAILED, 0, 0, 0.0, None)
+    assert (residency.num_failed(8.0), residency.num_failed(9.0)) == (1, 0)
+    assert residency.begin_load(D, 2, (), 10.0)
+    assert residency.placements(8.0).keys() == {A, B, D}, "failures of the past are forgotten"
+    residency.check_invariants()

@@ -6,7 +6,7 @@ from loraplex.pool.idle import IdlePages
 from loraplex.pool.layout import AdapterLayout, Chunk, Piece, SiteRank, plan_layout
 from loraplex.pool.pool import Lease, PagePool
 from loraplex.pool.prefix_cache import CacheSpace, PrefixCache, PrefixNode
-from loraplex.pool.residency import Acquired, AdapterResidency, EvictionReason, ReloadCost
+from loraplex.pool.residency import Acquired, AdapterResidency, EvictionReason, Placement, ReloadCost
 
 __all__ = [
     "Acquired",
@@ -21,6 +21,7 @@ __all__ = [
     "Lease",
     "PagePool",
     "Piece",
+    "Placement",
     "PoolGeometry",
     "PrefixCache",
     "PrefixNode",

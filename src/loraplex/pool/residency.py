@@ -40,6 +40,17 @@ class ReloadCost:
     page_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one adapter stands. `popularity` counts starts, the older the less; `used_s` is the time of the last."""
+
+    state: AdapterState
+    num_pages: int
+    num_pins: int
+    popularity: float
+    used_s: float | None
+
+
 @dataclass(slots=True, eq=False)
 class _Placed:
     lease: Lease
@@ -49,12 +60,18 @@ class _Placed:
     used_s: float = 0.0
 
     def use(self, now: float) -> None:
-        self.popularity = self.popularity * 2.0 ** (-max(0.0, now - self.used_s) / HALF_LIFE_S) + 1.0
+        self.popularity = self.popularity_at(now) + 1.0
         self.used_s = now
+
+    def popularity_at(self, now: float) -> float:
+        return self.popularity * 2.0 ** (-max(0.0, now - self.used_s) / HALF_LIFE_S)
 
 
 class AdapterResidency:
-    """Adapters in the pool, by digest. Pinned and loading ones are never evicted; idle ones go by `IdlePages`."""
+    """Adapters in the pool, by digest. Pinned and loading ones are never evicted; idle ones go by `IdlePages`.
+
+    What only reads may be called while another thread is in one of the methods that change something.
+    """
 
     __slots__ = (
         "_cost",
@@ -65,6 +82,7 @@ class AdapterResidency:
         "_reason",
         "evictions",
         "num_loading_pages",
+        "num_pages",
         "on_evict",
         "reloads",
     )
@@ -77,26 +95,22 @@ class AdapterResidency:
         self._failed: dict[AdapterDigest, float] = {}  # until when no load is tried
         self._reason = EvictionReason.RETIRED  # of evictions now
         self.num_loading_pages = 0
+        self.num_pages = 0  # held by adapters, idle ones and those being filled included
         self.evictions: Counter[EvictionReason] = Counter()
         self.reloads = Reloads()
         self.on_evict: Callable[[AdapterDigest], None] = lambda digest: None
 
     @property
     def resident(self) -> tuple[AdapterDigest, ...]:
-        return tuple(d for d, placed in self._placed.items() if placed.state is AdapterState.RESIDENT)
+        return tuple(d for d, placed in self._placed.copy().items() if placed.state is AdapterState.RESIDENT)
 
     @property
     def loading(self) -> tuple[AdapterDigest, ...]:
-        return tuple(d for d, placed in self._placed.items() if placed.state is AdapterState.LOADING)
+        return tuple(d for d, placed in self._placed.copy().items() if placed.state is AdapterState.LOADING)
 
     @property
     def num_evictions(self) -> int:
         return sum(self.evictions.values())
-
-    @property
-    def num_pages(self) -> int:
-        """Pages held by adapters, idle ones and those being filled included."""
-        return sum(placed.lease.num_pages for placed in self._placed.values())
 
     @property
     def num_idle_pages(self) -> int:
@@ -111,6 +125,10 @@ class AdapterResidency:
         until = self._failed.get(digest)
         return AdapterState.FAILED if until is not None and now < until else AdapterState.ABSENT
 
+    def is_placed(self, digest: AdapterDigest) -> bool:
+        """Whether an adapter has pages, filled or being filled."""
+        return digest in self._placed
+
     def is_resident(self, digest: AdapterDigest) -> bool:
         return self.state(digest) is AdapterState.RESIDENT
 
@@ -120,8 +138,20 @@ class AdapterResidency:
 
     def num_failed(self, now: float) -> int:
         """Adapters whose load may not be tried now."""
-        self._failed = {digest: until for digest, until in self._failed.items() if now < until}
-        return len(self._failed)
+        return sum(now < until for until in self._failed.copy().values())
+
+    def placements(self, now: float) -> dict[AdapterDigest, Placement]:
+        """Every adapter that has pages, and those whose load has failed and may not be tried now."""
+        found = {
+            digest: Placement(AdapterState.FAILED, 0, 0, 0.0, None)
+            for digest, until in self._failed.copy().items()
+            if now < until
+        }
+        for digest, placed in self._placed.copy().items():
+            pages, popularity = placed.lease.num_pages, placed.popularity_at(now)
+            used_s = placed.used_s if placed.popularity else None
+            found[digest] = Placement(placed.state, pages, placed.num_pins, popularity, used_s)
+        return found
 
     def pages(self, digest: AdapterDigest) -> tuple[PageId, ...]:
         """Pages of an adapter in the pool, in the order of its layout."""
@@ -157,6 +187,7 @@ class AdapterResidency:
         self.make_room(num_pages, keep, EvictionReason.LOAD)
         if self._failed.pop(digest, None) is not None:
             assert next_state(AdapterState.FAILED, AdapterEvent.RETRY) is state
+        self._failed = {other: until for other, until in self._failed.items() if now < until}
         self._place(digest, num_pages, after)
         self.num_loading_pages += num_pages
         return True
@@ -174,6 +205,7 @@ class AdapterResidency:
         next_state(placed.state, AdapterEvent.FAIL)
         self.num_loading_pages -= placed.lease.num_pages
         del self._placed[digest]
+        self.num_pages -= placed.lease.num_pages
         placed.lease.release()
         self._failed[digest] = until
 
@@ -181,6 +213,7 @@ class AdapterResidency:
         lease = self._pool.allocate(num_pages, f"adapter:{digest}")
         assert lease is not None, "make_room promised the pages"
         placed = self._placed[digest] = _Placed(lease, state)
+        self.num_pages += num_pages
         return placed
 
     # ------------------------------------------------------------------ use
@@ -226,6 +259,7 @@ class AdapterResidency:
         next_state(placed.state, AdapterEvent.EVICT)
         if self._reason is not EvictionReason.RETIRED:
             self.reloads.evicted(digest, placed.lease.num_pages)
+        self.num_pages -= placed.lease.num_pages
         placed.lease.release()
         self.evictions[self._reason] += 1
         self.on_evict(digest)
@@ -242,6 +276,7 @@ class AdapterResidency:
             assert digest not in self._failed, "an adapter in the pool counts as failed"
             loading += placed.lease.num_pages if placed.state is AdapterState.LOADING else 0
         assert loading == self.num_loading_pages
+        assert self.num_pages == sum(placed.lease.num_pages for placed in self._placed.values())
 
 
 def _keys(keep: AdapterDigest | Collection[AdapterDigest] | None) -> Collection[AdapterDigest]:
