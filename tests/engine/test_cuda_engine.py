@@ -57,6 +57,14 @@ def make_harness(served: Served, **settings: Any) -> tuple[Harness, list[Adapter
     return harness, [None, *(harness.load(f"a{i}", path) for i, path in enumerate(adapters))]
 
 
+@pytest.fixture(params=["prompts in graphs", "prompts launch by launch"])
+def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways that steps with prompts are run."""
+    if request.param == "prompts launch by launch":
+        monkeypatch.setattr("loraplex.engine.cuda_runner._PROMPT_TOKENS", 0)
+
+
+@pytest.mark.usefixtures("prompts")
 def test_changing_mixes_equal_the_references(served: Served) -> None:
     """Requests of every adapter and the base come and go, so that graphs replay with ever other lists."""
     harness, refs = make_harness(served)
@@ -87,6 +95,24 @@ def test_chunks_preemption_and_eviction_change_nothing(served: Served) -> None:
     oracle.assert_equal_references(harness, served, asked)
 
 
+@pytest.mark.usefixtures("prompts")
+@pytest.mark.parametrize("max_num_seqs", [8, 100])
+def test_prompts_of_any_length_equal_the_references(served: Served, max_num_seqs: int) -> None:
+    """Chunks around the sizes of the graphs, which draw at a row each or at their last rows; longer ones without."""
+    harness, refs = make_harness(served, max_num_seqs=max_num_seqs, kv_pages=400)
+    asked = []
+    for turn, length in enumerate((1, 90, 95, 96, 97, 130, 257, 400, 3, 450, 480)):
+        prompt, which = oracle.random_prompt(length, turn), turn % len(refs)
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        asked.append((harness.add(prompt, params, refs[which]), prompt, which))
+        if turn % 3:
+            harness.step()
+    harness.run()
+    harness.check_all_free()
+    oracle.assert_equal_references(harness, served, asked)
+
+
+@pytest.mark.usefixtures("prompts")
 def test_steps_that_overlap_draw_what_the_references_would(served: Served) -> None:
     """Nobody looks at logits and nothing waits for the device: a step is planned before the one before it has ended."""
     base, adapters = served
@@ -196,7 +222,8 @@ def test_poisonous_adapter_fails_its_own_requests_only(served: Served) -> None:
     clean = harness.answer(prompt, LONG, refs[1])
     ref = refs[3]
     assert ref is not None
-    harness.engine.shelf.packed[ref.digest].image.fill_(3e38)
+    for run in harness.engine.shelf.packed[ref.digest].image.runs:
+        run.fill_(3e38)
     bad = harness.add(prompt, LONG, ref)
     good = harness.add(prompt, LONG, refs[1])
     harness.run()

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from loraplex.core import PageId, SequenceId
-from loraplex.engine.cuda_buckets import find_key, graph_keys, program_buckets, row_buckets
+from loraplex.engine.cuda_buckets import GraphBuckets
 from loraplex.engine.cuda_tables import StepTables
 from loraplex.scheduler import UNKNOWN_TOKEN, ScheduledChunk, Sequence, StepPlan
 from tests.scheduler.helpers import make_request
@@ -103,29 +103,54 @@ def test_empty_step_stores_nothing() -> None:
     assert tables.kv_pages(3).starts.tolist() == [0, 1, 2, 3]
 
 
+def test_rows_of_a_chunk_attend_up_to_themselves() -> None:
+    tables = make_tables()
+    fill(tables, pad=2)
+    starts, lengths = tables.contexts(7)
+    assert starts.tolist() == [0, 0, 0, 2, 5, 6, 7]
+    assert lengths.tolist() == [5, 6, 7, 9, 3, 1, 1]
+
+
+def test_draws_beyond_those_of_the_step_are_of_a_row_that_exists() -> None:
+    tables = make_tables()
+    tables.device("logit_rows").fill_(99)
+    fill(tables)
+    assert read(tables, "logit_rows", 6) == [2, 3, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("max_seqs", [1, 3, 8, 64, 100, 256, 300, 1000])
 def test_every_number_of_rows_has_a_graph(max_seqs: int) -> None:
-    buckets = row_buckets(max_seqs)
-    assert buckets == sorted(set(buckets))
-    assert buckets[-1] == max_seqs
-    assert all(any(rows <= bucket <= max(rows * 2, 8) for bucket in buckets) for rows in range(1, max_seqs + 1))
+    buckets = GraphBuckets(max_seqs, 2048)
+    assert buckets.max_rows == max(max_seqs, 512)
+    assert buckets.rows(max_seqs) == max_seqs
+    for rows in range(1, buckets.max_rows + 1):
+        assert rows <= buckets.rows(rows) <= (max(rows * 2, 8) if rows <= max_seqs else max(rows * 2, 96))
+
+
+@pytest.mark.parametrize(
+    ("max_seqs", "budget", "most"), [(64, 2048, 512), (64, 200, 192), (32, 64, 32), (700, 2048, 700)]
+)
+def test_graphs_for_prompts_stay_within_the_token_budget(max_seqs: int, budget: int, most: int) -> None:
+    assert GraphBuckets(max_seqs, budget).max_rows == most
 
 
 def test_programs_grow_with_the_rows() -> None:
-    assert [program_buckets(rows) for rows in (1, 8, 9, 64, 256)] == [
+    buckets = GraphBuckets(256, 2048)
+    assert [buckets.programs(rows) for rows in (1, 8, 9, 64, 256, 512)] == [
         [8],
         [8],
         [8, 16],
         [8, 16, 32, 64],
         [8, 16, 32, 64, 128],
+        [128],
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("rows", [1, 8, 64, 256, 512])
 @pytest.mark.parametrize("chunks", [2, 3, 4, 5, 7, 8, 15, 16])
 def test_blocks_of_several_chunks_are_dealt_out_evenly(rows: int, chunks: int) -> None:
     """Expand works at every block's first item; programs take every num_programs-th item."""
-    programs = find_key(rows, rows * chunks, several=True).programs
+    programs = GraphBuckets(256, 2048).find(rows, rows * chunks, several=True).programs
     busy = Counter(first % programs for first in range(0, rows * chunks, chunks))
     assert max(busy.values()) <= -(-rows // programs) + 1
 
@@ -133,10 +158,10 @@ def test_blocks_of_several_chunks_are_dealt_out_evenly(rows: int, chunks: int) -
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("longest", [0, 1, 8, 9, 100, 1024])
 def test_every_step_finds_a_graph_that_was_captured(longest: int, several: bool) -> None:
-    buckets = row_buckets(100)
-    keys = graph_keys(buckets)
+    buckets = GraphBuckets(100, 2048)
+    keys = buckets.keys()
     assert len(set(keys)) == len(keys)
-    for rows in buckets:
-        key = find_key(rows, longest, several)
+    for rows in range(1, buckets.max_rows + 1):
+        key = buckets.find(rows, longest, several=several)
         assert key in keys
-        assert (key.rows, key.programs > 0, key.several) == (rows, longest > 0, several and longest > 0)
+        assert (key.rows, key.programs > 0, key.several) == (buckets.rows(rows), longest > 0, several and longest > 0)

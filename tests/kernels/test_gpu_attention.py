@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,6 @@ pytest.importorskip("triton")
 from loraplex.kernels import AttentionShape, KvBatch
 from loraplex.kernels.gpu import decode_attention
 from loraplex.kernels.gpu.decode_attention import DecodeAttention
-from loraplex.kernels.gpu.ops import KvPages
 
 from .cases import make_kv_batch
 from .test_ops import exact_attention, fill_pages, randn
@@ -30,16 +30,24 @@ SHAPES = {
 LENGTHS = [1, 16, 17, 300, 133, 70]
 
 
-def attend(kv: KvBatch, lengths: list[int], qkv: torch.Tensor, shape: AttentionShape, page_tokens: int) -> torch.Tensor:
+def attend(
+    kv: KvBatch,
+    lengths: list[int],
+    qkv: torch.Tensor,
+    shape: AttentionShape,
+    page_tokens: int,
+    rows: list[tuple[int, int]] | None = None,
+) -> torch.Tensor:
+    """`rows`: the sequence of each and tokens up to it; without, one a sequence, its last."""
+    rows = list(enumerate(lengths)) if rows is None else rows
     used = [-(-length // page_tokens) for length in lengths]
-    starts = torch.tensor([0, *torch.tensor(used).cumsum(0).tolist()], dtype=torch.int32)
-    last = [length - (count - 1) * page_tokens for length, count in zip(lengths, used, strict=True)]
     pages = torch.cat([kv.page_table[i, :count] for i, count in enumerate(used)]).to(DEVICE)
-    attention = DecodeAttention([shape], pages, page_tokens, len(lengths) + 2, sum(lengths) + 999)
-    attention.plan(KvPages(starts, torch.tensor(last, dtype=torch.int32), pages))
-    out = torch.full((len(lengths), shape.num_heads, shape.head_dim), float("nan"), dtype=qkv.dtype, device=DEVICE)
+    attention = DecodeAttention([shape], pages, page_tokens, len(rows) + 2, sum(length for _, length in rows) + 999)
+    first_page = np.cumsum([0, *used])[[seq for seq, _ in rows]].astype(np.int32)
+    attention.plan(first_page, np.array([length for _, length in rows]))
+    out = torch.full((len(rows), shape.num_heads, shape.head_dim), float("nan"), dtype=qkv.dtype, device=DEVICE)
     on_device = kv.pages.to(DEVICE)
-    q = qkv.to(DEVICE).view(len(lengths), -1, shape.head_dim)[:, : shape.num_heads]
+    q = qkv.to(DEVICE).view(len(rows), -1, shape.head_dim)[:, : shape.num_heads]
     attention.run(q, on_device[:, 1, 0], on_device[:, 1, 1], shape, out)
     return out.cpu()
 
@@ -79,9 +87,28 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, monkeypat
         assert torch.equal(attend(one, [length], qkv[row : row + 1], shape, 16)[0], together[row])
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rows_of_a_prompt_attend_up_to_themselves(
+    dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of several rows beside single ones; a row has the bits that it has as the last of its sequence."""
+    monkeypatch.setattr(decode_attention, "SPLIT_TOKENS", 64)
+    shape = AttentionShape(8, 2, 64, 0.125, window)
+    kv = make_kv_batch(dtype, layers=3, kv_heads=2, head_dim=64, page_tokens=16, lengths=LENGTHS, new_rows=[1] * 6)
+    keys, values = fill_pages(kv, LENGTHS, layer=1)
+    rows = [(0, 1), *((3, length) for length in range(290, 301)), *((4, length) for length in range(1, 34)), (5, 70)]
+    qkv = randn(len(rows), 12 * 64, dtype=dtype)
+    got = attend(kv, LENGTHS, qkv, shape, 16, rows)
+    for i, (seq, length) in enumerate(rows):
+        exact = exact_attention(qkv[i, :512].view(8, 64), keys[seq], values[seq], length - 1, window)
+        assert float((got[i].double() - exact).abs().max()) <= TOLERANCE[dtype] * float(exact.abs().max()) * 2
+        one = replace(kv, page_table=kv.page_table[seq : seq + 1])
+        assert torch.equal(attend(one, [length], qkv[i : i + 1], shape, 16)[0], got[i])
+
+
 def test_more_pieces_than_there_is_room_for_are_refused() -> None:
     pages = torch.zeros(100, dtype=torch.int32, device=DEVICE)
     attention = DecodeAttention([AttentionShape(2, 1, 64, 0.1, 0)], pages, 16, 2, 256)
-    starts = torch.tensor([0, 100], dtype=torch.int32)
-    with pytest.raises(AssertionError, match="7 pieces of sequences in tables for 4"):
-        attention.plan(KvPages(starts, torch.tensor([16], dtype=torch.int32), pages))
+    with pytest.raises(AssertionError, match="7 pieces of contexts in tables for 4"):
+        attention.plan(np.zeros(1, dtype=np.int32), np.array([1600]))

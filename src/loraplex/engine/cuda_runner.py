@@ -1,14 +1,18 @@
-"""Steps on CUDA: decoding in captured graphs, the rest launch by launch, and nobody waits before results are read.
+"""Steps on CUDA: those of few rows in captured graphs, others launch by launch; nobody waits before results are read.
 
 All steps run on one stream, so pages that the host hands on are written by their new owner after the old one read
 them. Loads run on a second one, each after the steps launched before it; no step uses an adapter before the host saw
 that its load had ended. Adapters' work lists are planned on the host when the mix changes, and read by the kernels on
 the device: a graph serves any mix. Graphs differ in rows, and in how many programs share a work list.
+
+To a graph every row is on its own, a prompt's too: launching a step takes the host 20 ms, whatever its size, and
+replaying a graph next to nothing. A long prompt's rows would read its keys again and again, so those are run launch by
+launch.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,10 +20,11 @@ from torch import Tensor
 
 from loraplex.core import AdapterDigest, PageId, RequestId, SamplingParams, SequenceId
 from loraplex.engine.batch import BatchBuilder, PageBuffer
-from loraplex.engine.cuda_buckets import GraphKey, find_key, graph_keys, row_buckets
+from loraplex.engine.cuda_buckets import GraphBuckets, GraphKey
 from loraplex.engine.cuda_prefill import PrefillAdapters
 from loraplex.engine.cuda_tables import StepTables
-from loraplex.engine.runner import LoadMark, Step, StepDone, StepInFlight
+from loraplex.engine.host_arena import HostPages
+from loraplex.engine.runner import CopiesInFlight, LoadMark, Step, StepDone, StepInFlight
 from loraplex.kernels import KvBatch, LoraBatch
 from loraplex.kernels.gpu import (
     DECODE_ROWS,
@@ -41,6 +46,7 @@ from loraplex.scheduler import ScheduledChunk, StepPlan
 from loraplex.scheduler import Sequence as SequenceState
 
 MAX_ITEMS = 4096  # of a list in a graph, 256 rows of as many adapters of rank 256; longer ones run as prompts do
+_PROMPT_TOKENS = 2**17  # that rows of prompts attend to in a graph's step, each counted: 3 ms of an 8B model
 _RESULTS = 3  # steps whose results may be unread at once, and one more
 _Progress = Callable[[int, int], None]
 
@@ -57,16 +63,6 @@ class _InFlight:
         self.event.synchronize()
         values = self.result.tolist()
         return [Sampled(max(values[i], 0), is_finite=values[i] >= 0) for i in self.places]
-
-
-@dataclass(frozen=True, slots=True)
-class _CopiesInFlight:
-    """Copies on the stream of loads, up to an event."""
-
-    event: torch.cuda.Event
-
-    def is_done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class _Adapters:
@@ -88,6 +84,15 @@ class _Adapters:
         return self._longest
 
 
+def _prompt_tokens(plan: StepPlan) -> int:
+    """Tokens that rows attend to, each row counted, where a sequence has several."""
+    return sum(
+        chunk.num_tokens * chunk.start + chunk.num_tokens * (chunk.num_tokens + 1) // 2
+        for chunk in plan.chunks
+        if chunk.num_tokens > 1
+    )
+
+
 class CudaRunner:
     """Runs steps on a GPU. `capture` before use."""
 
@@ -99,23 +104,23 @@ class CudaRunner:
         self._decoder = decoder
         self._buffer = buffer
         self._builder = BatchBuilder(buffer)
-        self._max_seqs = max_seqs
-        self._buckets = row_buckets(max_seqs)
+        self._buckets = GraphBuckets(max_seqs, decoder.max_rows)
+        max_rows = self._buckets.max_rows
         device, geometry = decoder.device, buffer.geometry
         self._stream = torch.cuda.Stream(device, priority=-5)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            decoder.ops.reserve(max_seqs, decoder.dtype)
-            self._tables = StepTables(decoder.max_rows, max_seqs, geometry.num_pages, geometry.page_tokens, device)
+            decoder.ops.reserve(max_rows, decoder.dtype)
+            self._tables = StepTables(decoder.max_rows, max_rows, geometry.num_pages, geometry.page_tokens, device)
             shapes = [layer.attention for layer in decoder.layers]
             self._prompt_attention = PagedAttention(shapes, decoder.dtype, geometry.page_tokens, device)
             self._decode_attention = DecodeAttention(
                 shapes,
                 self._tables.device("kv_pages"),
                 geometry.page_tokens,
-                max_seqs,
-                geometry.num_pages * geometry.page_tokens,
+                max_rows,
+                geometry.num_pages * geometry.page_tokens + _PROMPT_TOKENS,
             )
             self._tokens = torch.zeros(decoder.max_rows, dtype=torch.int64, device=device)
             self._logits = torch.zeros(max_seqs, decoder.config.vocab_size, dtype=torch.float32, device=device)
@@ -137,7 +142,7 @@ class CudaRunner:
         for sites in linears[0]:
             dims |= {size for site in sites for size in (site.d_in, site.d_out)}
         align = 8 if all(size % 8 == 0 for size in dims) else 1
-        self._decode_lora = _Adapters(num_sites, self._max_seqs, align, decoder.device)
+        self._decode_lora = _Adapters(num_sites, self._buckets.max_rows, align, decoder.device)
         self._prefill_lora = PrefillAdapters(self._buffer.flat, linears[0], num_sites, align)
         size = partial_sums(linears[0], MAX_ITEMS, DECODE_ROWS)
         self._part = torch.empty(size, dtype=torch.float32, device=decoder.device)
@@ -148,7 +153,7 @@ class CudaRunner:
 
         `progress` is called with (graphs done, graphs in all).
         """
-        wanted = graph_keys(self._buckets) if in_graphs else []
+        wanted = self._buckets.keys() if in_graphs else []
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
             for chunks in (0, *WARM_CHUNKS):  # first, as it fails where FlashInfer cannot compile
@@ -202,13 +207,15 @@ class CudaRunner:
         rows = key.rows
         self._tables.fill_empty(rows)
         self._tables.send(rows)
-        self._decode_attention.plan(self._tables.kv_pages(rows))
+        self._decode_attention.plan(*self._tables.contexts(rows))
         lora = self._bound(key) if key.programs else None
-        batch = DeviceBatch(self._tokens[:rows], None, self._kv(rows, self._decode_attention), lora)
-        self._run(batch, rows)  # compiles what is not compiled yet, which a capture may not
+        num_draws = min(rows, self._buckets.max_seqs)
+        logit_rows = self._tables.device("logit_rows", num_draws) if num_draws < rows else None
+        batch = DeviceBatch(self._tokens[:rows], logit_rows, self._kv(rows, self._decode_attention), lora)
+        self._run(batch, num_draws)  # compiles what is not compiled yet, which a capture may not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
-            self._run(batch, rows)
+            self._run(batch, num_draws)
         return graph
 
     def _bound(self, key: GraphKey) -> LoraBatch:
@@ -234,15 +241,13 @@ class CudaRunner:
             torch.max(logits, dim=-1, out=(self._best[:num_draws], self._drawn[:num_draws]))
 
     # ------------------------------------------------------------------ steps
-    def load(self, pages: Sequence[PageId], image: Tensor) -> None:
+    def load(self, pages: Sequence[PageId], image: HostPages) -> None:
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._load_stream):
             self._load_stream.wait_stream(self._stream)  # on the device: steps under way may still read these pages
             self._buffer.fill(pages, image)
 
     def load_mark(self) -> LoadMark:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._load_stream)
-        return _CopiesInFlight(event)
+        return CopiesInFlight.on(self._load_stream)
 
     def launch(self, step: Step) -> StepInFlight:
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
@@ -253,26 +258,35 @@ class CudaRunner:
     def _start(self, step: Step) -> list[int]:
         """Start a step; where each draw's logits stand."""
         plan = step.plan
-        num_rows, num_seqs = plan.num_tokens, len(plan.chunks)
+        num_rows = plan.num_tokens
         lora = self._builder.lora(plan, step.packed) if plan.adapters else None
-        if num_rows == num_seqs and self._graphs:
+        if self._graphs and num_rows <= self._buckets.max_rows and _prompt_tokens(plan) <= _PROMPT_TOKENS:
             counts = count_blocks(lora, DECODE_ROWS) if lora is not None else None
             fits = counts is not None and counts.places <= MAX_ITEMS
             longest = self._decode_lora.send(lora, plan, num_rows) if lora is not None and fits else 0
             if lora is None or longest:
-                self._replay(step, num_rows, longest, several=counts is not None and counts.chunks > 1)
-                return [i for i, chunk in enumerate(plan.chunks) if chunk.samples]
+                key = self._buckets.find(num_rows, longest, several=counts is not None and counts.chunks > 1)
+                self._replay(step, key)
+                return self._draws_at(plan, key)
         self._run_eagerly(step, lora)
         return list(range(len(step.draws)))
 
-    def _replay(self, step: Step, num_rows: int, longest: int, *, several: bool) -> None:
-        rows = self._buckets[bisect_left(self._buckets, num_rows)]
-        tables = self._tables
-        tables.fill(step.plan, step.sequences, self._drawn_at, rows - num_rows)
-        tables.send(rows)
-        self._decode_attention.plan(tables.kv_pages(rows))
+    def _draws_at(self, plan: StepPlan, key: GraphKey) -> list[int]:
+        """Where a graph puts the logits of each chunk that samples: at its last row, or one after the other."""
+        samples = [chunk.samples for chunk in plan.chunks]
+        if key.rows > self._buckets.max_seqs:
+            return list(range(sum(samples)))
+        ends = accumulate(chunk.num_tokens for chunk in plan.chunks)
+        return [end - 1 for end, is_drawn in zip(ends, samples, strict=True) if is_drawn]
+
+    def _replay(self, step: Step, key: GraphKey) -> None:
+        plan, tables = step.plan, self._tables
+        pad = key.rows - plan.num_tokens
+        tables.fill(plan, step.sequences, self._drawn_at, pad)
+        tables.send(len(plan.chunks) + pad)
+        self._decode_attention.plan(*tables.contexts(key.rows))
         self._sent.record()
-        self._graphs[find_key(rows, longest, several)].replay()
+        self._graphs[key].replay()
 
     def _run_eagerly(self, step: Step, lora: LoraBatch | None) -> None:
         plan, tables = step.plan, self._tables

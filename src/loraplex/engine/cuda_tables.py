@@ -16,7 +16,10 @@ _ROWS = ("tokens", "source", "row_pos", "row_page", "row_offset")
 
 
 class StepTables:
-    """Tables of the rows and sequences of a step, on both sides. Rows are those of the plan, in its order."""
+    """Tables of the rows and sequences of a step, on both sides. Rows are those of the plan, in its order.
+
+    `max_seqs` counts padded rows too.
+    """
 
     def __init__(self, max_rows: int, max_seqs: int, num_pages: int, page_tokens: int, device: torch.device) -> None:
         self._page_tokens = page_tokens
@@ -36,6 +39,7 @@ class StepTables:
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, pin_memory=pinned)
         self._last_len = torch.zeros(max_seqs, dtype=torch.int32, pin_memory=pinned)
         self._row_starts = torch.zeros(max_seqs + 1, dtype=torch.int32)
+        self._page_starts = np.zeros(max_rows, dtype=np.int32)  # of each row's sequence in kv_pages
         self._page_lists: dict[SequenceId, tuple[tuple[PageId, ...], NDArray[np.int32]]] = {}
 
     def device(self, name: str, size: int | None = None) -> Tensor:
@@ -77,28 +81,31 @@ class StepTables:
         self._pad(num_rows, pad)
         samples = np.array([chunk.samples for chunk in plan.chunks])
         host["logit_rows"][: samples.sum()] = ends[samples] - 1
+        host["logit_rows"][samples.sum() :] = 0
         self._row_starts.numpy()[1 : len(ends) + 1] = ends
-        first_page = self._fill_pages(plan, starts + counts, pad)
-        seq_of = np.repeat(np.arange(len(counts)), counts)
-        host["row_page"][:num_rows] = host["kv_pages"][first_page[seq_of] + positions // self._page_tokens]
+        first_page = np.repeat(self._fill_pages(plan, starts + counts, num_rows, pad), counts)
+        self._page_starts[:num_rows] = first_page
+        host["row_page"][:num_rows] = host["kv_pages"][first_page + positions // self._page_tokens]
 
     def fill_empty(self, num_rows: int) -> None:
         """Write a step of rows that belong to no sequence: what a graph is captured with."""
         self._pad(0, num_rows)
-        self._pad_pages(0, 0, num_rows)
+        self._pad_pages(0, 0, 0, num_rows)
 
     def _pad(self, first: int, count: int) -> None:
         rows = slice(first, first + count)
         for name, value in (("tokens", 0), ("source", -1), ("row_pos", 0), ("row_page", -1), ("row_offset", 0)):
             self._host_views[name][rows] = value
 
-    def _pad_pages(self, num_pages: int, first: int, count: int) -> None:
+    def _pad_pages(self, num_pages: int, first_row: int, first: int, count: int) -> None:
+        """Page lists of `count` rows from `first_row`, which stand for as many sequences from `first`."""
         self._host_views["kv_pages"][num_pages : num_pages + count] = 0
+        self._page_starts[first_row : first_row + count] = num_pages + np.arange(count)
         self._starts.numpy()[first + 1 : first + count + 1] = num_pages + np.arange(1, count + 1)
         self._last_len.numpy()[first : first + count] = 1
 
-    def _fill_pages(self, plan: StepPlan, lengths: NDArray[np.int64], pad: int) -> NDArray[np.int64]:
-        """Page lists of every sequence, and of `pad` empty ones; where each begins [num_seqs]."""
+    def _fill_pages(self, plan: StepPlan, lengths: NDArray[np.int64], num_rows: int, pad: int) -> NDArray[np.int64]:
+        """Page lists of every sequence, and of `pad` rows of none; where each begins [num_seqs]."""
         kept = self._page_lists
         self._page_lists = {chunk.seq_id: self._page_list(chunk.pages, kept.get(chunk.seq_id)) for chunk in plan.chunks}
         used = -(-lengths // self._page_tokens)
@@ -107,7 +114,7 @@ class StepTables:
         self._host_views["kv_pages"][: ends[-1]] = np.concatenate(lists)
         self._starts.numpy()[1 : num_seqs + 1] = ends
         self._last_len.numpy()[:num_seqs] = lengths - (used - 1) * self._page_tokens
-        self._pad_pages(int(ends[-1]), num_seqs, pad)
+        self._pad_pages(int(ends[-1]), num_rows, num_seqs, pad)
         return np.asarray(ends - used)
 
     @staticmethod
@@ -126,6 +133,10 @@ class StepTables:
         """The step's pages as attention is planned with."""
         starts = self._starts[: num_seqs + 1]
         return KvPages(starts, self._last_len[:num_seqs], self.device("kv_pages", int(starts[-1])))
+
+    def contexts(self, num_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """What each row attends to: where its sequence begins in the page lists, and tokens up to and with itself."""
+        return self._page_starts[:num_rows], self._host_views["row_pos"][:num_rows].astype(np.int64) + 1
 
     def row_starts(self, num_seqs: int) -> Tensor:
         """First row of each sequence [num_seqs + 1] int32 on the host."""

@@ -1,8 +1,8 @@
-"""Attention of steps of one row a sequence, over the page pool: FlashDecoding (Dao et al., 2023) in Triton.
+"""Attention of steps of few rows a sequence, over the page pool: FlashDecoding (Dao et al., 2023) in Triton.
 
-The keys of a sequence are cut every SPLIT_TOKENS; a program attends to one piece with the query heads of one
-key head. A sequence of one piece is done then, the pieces of longer ones are merged. Where the cuts lie depends on the
-sequence alone, so a row's bits do not depend on what shares the step.
+Every row is on its own: the keys it attends to are cut every SPLIT_TOKENS; a program attends to one piece with the
+query heads of one key head. A row of one piece is done then, the pieces of longer ones are merged. Where the cuts lie
+depends on the row's place in its sequence alone, so its bits do not depend on what shares the step.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,6 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loraplex.kernels.gpu.ops import KvPages
 from loraplex.kernels.types import GPU_MAX_GROUP, AttentionShape
 
 SPLIT_TOKENS = 256
@@ -127,7 +126,7 @@ def _merge(
 
 
 class _Pieces:
-    """Pieces of the sequences as layers of one window see them, on both sides."""
+    """Pieces of the rows' contexts as layers of one window see them, on both sides."""
 
     def __init__(self, window: int, max_rows: int, capacity: int, device: torch.device) -> None:
         self._window = window
@@ -141,14 +140,14 @@ class _Pieces:
         self.pieces = self._device[8 + 2 * max_rows :]
 
     def plan(self, starts: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
-        """starts [num_seqs]: first page of each sequence; lengths [num_seqs]: its tokens. Sends in one copy."""
+        """For each row where its pages begin and how many tokens it attends to. Sends in one copy."""
         host, rows = self._host.numpy(), len(lengths)
         first = np.maximum(0, lengths - self._window) if self._window else np.zeros_like(lengths)
         cut = first // SPLIT_TOKENS  # cuts lie at multiples of SPLIT_TOKENS
         number = -(-lengths // SPLIT_TOKENS) - cut
         row = np.repeat(np.arange(rows), number)
         index = np.arange(len(row)) - (np.cumsum(number) - number)[row] + cut[row]
-        assert len(row) <= self._capacity, f"{len(row)} pieces of sequences in tables for {self._capacity}"
+        assert len(row) <= self._capacity, f"{len(row)} pieces of contexts in tables for {self._capacity}"
         is_part = (number > 1)[row]
         slot = np.cumsum(is_part) - 1
         pieces = host[8 + 2 * self._max_rows :][: len(row) * _WORDS].reshape(-1, _WORDS)
@@ -165,7 +164,7 @@ class _Pieces:
 
 
 class DecodeAttention:
-    """Attention of every step of one row a sequence. `plan` it before each; addresses stay, for graphs."""
+    """Attention of a step, row by row. `plan` it before each; addresses stay, for graphs."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class DecodeAttention:
         max_rows: int,
         max_tokens: int,
     ) -> None:
-        """`pages`: the buffer that `KvPages.pages` is a part of; max_tokens: of all sequences of a step together."""
+        """`pages`: the device's page lists; max_tokens: that all rows of a step attend to together."""
         by_window = {shape.window: shape for shape in shapes}
         shape = next(iter(by_window.values()))
         self._pages = pages
@@ -187,13 +186,13 @@ class DecodeAttention:
         self._part = torch.empty(heads * shape.head_dim, dtype=torch.float32, device=device)
         self._part_sums = torch.empty(heads * 2, dtype=torch.float32, device=device)
 
-    def plan(self, kv: KvPages) -> None:
-        """Cut the sequences of a step; does not wait for the device."""
-        starts = kv.starts.numpy()
-        pages = np.diff(starts).astype(np.int64)
-        lengths = (pages - 1) * self._page_tokens + kv.last_len.numpy()
+    def plan(self, starts: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+        """Cut what each row of a step attends to; does not wait for the device.
+
+        starts [rows]: where its sequence begins in the page lists; lengths [rows]: tokens up to and with itself.
+        """
         for pieces in self._pieces.values():
-            pieces.plan(starts[:-1], lengths)
+            pieces.plan(starts, lengths)
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, out: Tensor) -> None:
         """q and out [rows, heads, dim], out whole; keys and values [pages, page_tokens, kv_heads, dim], strided."""
