@@ -56,7 +56,9 @@ def _check_pages(engine: Engine, refs: list[AdapterRef]) -> int:
     for ref in refs:
         pages, image = engine.scheduler.residency.pages(ref.digest), engine.shelf.packed[ref.digest].image
         held = engine._buffer.rows[torch.tensor(pages, device=engine._buffer.rows.device)]
-        assert torch.equal(held.view(torch.int16), image.to(held.device).view(torch.int16)), f"{ref.name} has changed"
+        assert torch.equal(held.view(torch.int16), image.stacked().to(held.device).view(torch.int16)), (
+            f"{ref.name} has changed"
+        )
         count += len(pages)
     return count
 

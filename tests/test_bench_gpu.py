@@ -113,7 +113,7 @@ def test_adapters_are_distinct_repeatable_and_of_the_size_asked_for() -> None:
 # ---------------------------------------------------------------------- runs
 def test_adapters_beyond_the_packed_ones_share_images_and_have_their_own_pages(engine: Engine) -> None:
     refs = engine_runs.Adapters(engine).take(4, 4)
-    images = [engine.shelf.packed[ref.digest].image.data_ptr() for ref in refs]
+    images = [engine.shelf.packed[ref.digest].image[0].data_ptr() for ref in refs]
     assert images[2:] == images[:2]
     assert len({ref.digest for ref in refs}) == 4
     engine_runs.run_batch(engine, engine_runs.make_requests(refs, 4, 6, llama8b.TINY.vocab))

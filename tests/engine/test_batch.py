@@ -7,6 +7,7 @@ import torch
 
 from loraplex.core import AdapterDigest, PageId, RequestId, SamplingParams, SequenceId
 from loraplex.engine.batch import BatchBuilder, PageBuffer
+from loraplex.engine.host_arena import HostPages, LeasedPages
 from loraplex.engine.packing import PackedAdapter
 from loraplex.pool import KvShape, PoolGeometry
 from loraplex.scheduler import ScheduledChunk, StepPlan
@@ -50,7 +51,7 @@ def packed(num_chunks: int, num_pages: int = 2) -> PackedAdapter:
     """`num_chunks` chunks at site 1 of 3, ranks 1, 2, ..; A in the first page, B in the last."""
     counts = np.arange(num_chunks)
     return PackedAdapter(
-        image=torch.arange(num_pages * GEOMETRY.page_elems).view(num_pages, -1).float(),
+        image=LeasedPages((torch.arange(num_pages * GEOMETRY.page_elems).view(num_pages, -1).float(),), lambda: None),
         chunk_start=np.array([0, 0, num_chunks, num_chunks], dtype=np.int32),
         chunk_rank=(counts + 1).astype(np.int32),
         piece_page=np.stack([counts * 0, counts * 0 + num_pages - 1]),
@@ -143,6 +144,18 @@ def test_filling_pages_changes_those_only() -> None:
     assert torch.equal(buffer.rows[2], image[1])
     others = [page for page in range(12) if page not in (9, 2)]
     assert bool((buffer.rows[others] == -1).all())
+
+
+def test_filling_copies_runs_that_are_neighbours_on_both_sides() -> None:
+    buffer = PageBuffer(GEOMETRY, torch.float32, torch.device("cpu"))
+    rows = torch.arange(float(6 * GEOMETRY.page_elems)).view(6, -1)
+    to = pages(3, 4, 5, 9, 1, 2)
+    for lengths in ((6,), (2, 4), (1, 1, 1, 1, 1, 1), (4, 2)):
+        buffer.flat.fill_(-1)
+        buffer.fill(to, HostPages(torch.split(rows, list(lengths))))
+        assert torch.equal(buffer.rows[list(to)], rows)
+        others = [page for page in range(12) if page not in to]
+        assert bool((buffer.rows[others] == -1).all())
 
 
 def test_flat_and_key_value_views_share_memory() -> None:

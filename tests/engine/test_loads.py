@@ -17,6 +17,7 @@ from loraplex.core import (
     SamplingParams,
 )
 from loraplex.engine import loads
+from loraplex.engine.host_arena import HostPages
 from loraplex.engine.loads import LONGEST_BACKOFF_S, AdapterLoader
 from loraplex.engine.runner import Step, StepInFlight
 
@@ -46,10 +47,10 @@ class FakeRunner:
         self.num_arrived = 0
         self.error: Exception | None = None
 
-    def load(self, pages: Sequence[PageId], image: torch.Tensor) -> None:
+    def load(self, pages: Sequence[PageId], image: HostPages) -> None:
         if self.error is not None:
             raise self.error
-        self.copied += zip(pages, image[:, 0].tolist(), strict=True)
+        self.copied += zip(pages, (float(page[0]) for page in image), strict=True)
 
     def load_mark(self) -> Mark:
         if not self.copies_aside:
@@ -60,8 +61,8 @@ class FakeRunner:
         raise AssertionError("no step is run here")
 
 
-def pages_and_image(first: int, count: int) -> tuple[list[PageId], torch.Tensor]:
-    return [PageId(first + i) for i in range(count)], torch.arange(float(count))[:, None]
+def pages_and_image(first: int, count: int) -> tuple[list[PageId], HostPages]:
+    return [PageId(first + i) for i in range(count)], HostPages((torch.arange(float(count))[:, None],))
 
 
 def make_loader(*, copies_aside: bool) -> tuple[FakeRunner, AdapterLoader]:
@@ -165,8 +166,8 @@ def failing(harness: Harness, ref: AdapterRef, monkeypatch: pytest.MonkeyPatch) 
     """Make loads of one adapter fail while the list has an entry."""
     load, image, switch = harness.engine._runner.load, harness.engine.shelf.packed[ref.digest].image, [True]
 
-    def broken(pages: Sequence[PageId], piece: torch.Tensor) -> None:
-        if switch and piece.untyped_storage().data_ptr() == image.untyped_storage().data_ptr():
+    def broken(pages: Sequence[PageId], piece: HostPages) -> None:
+        if switch and piece[0].data_ptr() == image[0].data_ptr():
             raise RuntimeError("the artifact cannot be read")
         load(pages, piece)
 

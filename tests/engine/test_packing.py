@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from loraplex.adapters import Adapter, AdapterLimits, load_adapter
 from loraplex.core import AdapterRefused, PageId, RefusalReason
 from loraplex.engine import EngineConfig, LoadedBase, load_base
+from loraplex.engine.host_arena import HostArena
 from loraplex.engine.packing import PackedAdapter, pack_adapter
 
 from ..conftest import MakeAdapter, MakeBase
@@ -26,13 +27,14 @@ def read(path: Path, loaded: LoadedBase) -> Adapter:
 
 
 def pack(adapter: Adapter, loaded: LoadedBase, dtype: torch.dtype = torch.float32) -> PackedAdapter:
-    return pack_adapter(adapter, loaded.description.sites, loaded.geometry, dtype)
+    arena = HostArena(loaded.geometry.page_elems, dtype, block_bytes=2**16)
+    return pack_adapter(adapter, loaded.description.sites, loaded.geometry, arena.allocate)
 
 
 def unpack(packed: PackedAdapter, site: int, d_in: int, d_out: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A [rank, d_in] and B [d_out, rank] of a site, read from the pages the way a kernel reads them."""
     pages = [PageId(7 * i + 3) for i in range(packed.num_pages)]  # scattered
-    page_elems = packed.image.shape[1]
+    page_elems = packed.image.page_elems
     pool = torch.full(((max(pages) + 1) * page_elems,), float("nan"))
     for page, image in zip(pages, packed.image, strict=True):
         pool[page * page_elems : (page + 1) * page_elems] = image.float()
@@ -69,15 +71,15 @@ def test_cost_follows_the_true_rank(loaded: LoadedBase, tiny_base: MakeBase, tin
     for rank in (1, 5, 64):
         packed = pack(read(tiny_adapter(tiny_base("llama"), rank=rank), loaded), loaded)
         used = rank * sum(site.d_in + site.d_out for site in loaded.description.sites)
-        assert int((packed.image != 0).sum()) == used
-        assert packed.num_pages <= -(-used // packed.image.shape[1]) * 1.25 + 1
+        assert int((packed.image.stacked() != 0).sum()) == used
+        assert packed.num_pages <= -(-used // packed.image.page_elems) * 1.25 + 1
 
 
 def test_pieces_do_not_overlap_or_cross_pages(
     loaded: LoadedBase, tiny_base: MakeBase, tiny_adapter: MakeAdapter
 ) -> None:
     packed = pack(read(tiny_adapter(tiny_base("llama"), rank=33), loaded), loaded)
-    page_elems = packed.image.shape[1]
+    page_elems = packed.image.page_elems
     taken = np.zeros(packed.num_pages * page_elems, dtype=int)
     for site_index, site in enumerate(loaded.description.sites):
         for chunk in range(packed.chunk_start[site_index], packed.chunk_start[site_index + 1]):
@@ -131,7 +133,7 @@ def test_same_adapter_packs_to_the_same_image(
     loaded: LoadedBase, tiny_base: MakeBase, tiny_adapter: MakeAdapter
 ) -> None:
     adapter = read(tiny_adapter(tiny_base("llama"), rank=5), loaded)
-    assert torch.equal(pack(adapter, loaded).image, pack(adapter, loaded).image)
+    assert torch.equal(pack(adapter, loaded).image.stacked(), pack(adapter, loaded).image.stacked())
 
 
 def test_adapter_must_leave_room_for_a_request(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> None:

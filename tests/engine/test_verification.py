@@ -299,7 +299,7 @@ def test_single_linears_tell_where_logits_cannot(
     def wrong(self: BatchBuilder, plan: StepPlan, packed: Mapping[AdapterDigest, PackedAdapter]) -> LoraBatch:
         if mutant in MUTANTS:
             geometry, sites = harness.engine._geometry, harness.engine.base.sites
-            served = pack_adapter(MUTANTS[mutant](adapter), sites, geometry, harness.engine._decoder.dtype)
+            served = pack_adapter(MUTANTS[mutant](adapter), sites, geometry, harness.engine.arena.allocate)
             self._buffer.fill(plan.adapters[0][1][: served.num_pages], served.image)
             return built(self, plan, {digest: served for digest, _ in plan.adapters})
         batch = built(self, plan, packed)
@@ -333,10 +333,10 @@ def test_values_are_compared_one_by_one(tiny_base: MakeBase, tiny_adapter: MakeA
     harness = Harness(base)
     adapter = adapter_of(harness, tiny_adapter(base, rank=17))
     sites = harness.engine.base.sites
-    packed = pack_adapter(adapter, sites, harness.engine._geometry, torch.float32)
+    packed = pack_adapter(adapter, sites, harness.engine._geometry, harness.engine.arena.allocate)
     assert find_packing_fault(packed, adapter, sites) is None
     page, offset = int(packed.piece_page[1, -1]), int(packed.piece_offset[1, -1])
-    packed.image[page, offset] += 1e-3
+    packed.image[page][offset] += 1e-3
     fault = find_packing_fault(packed, adapter, sites)
     assert fault is not None
     assert sites[-1].name in fault

@@ -131,7 +131,7 @@ def _launch(
 
         base = load_base(base_dir, engine_config, name=name, progress=progress)
     with progress_bar(console, "Capturing CUDA graphs") as progress:
-        engine = Engine(base, progress=progress)
+        engine = Engine(base, progress=progress, max_host_bytes=server_config.host_adapter_bytes)
     models = ServedModels(engine, AdapterLimits(max_rank=engine_config.max_lora_rank))
     with progress_bar(console, "Loading adapters") as progress:
         for done, module in enumerate(modules, start=1):

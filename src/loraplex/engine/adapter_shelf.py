@@ -8,14 +8,15 @@ from collections.abc import Callable
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, ModelNotFound, Overloaded, OverloadReason, Request
 from loraplex.engine.figures import Counters
+from loraplex.engine.host_arena import HostArena
 from loraplex.engine.loads import AdapterLoader, LoadEnded
-from loraplex.engine.packing import PackedAdapter
+from loraplex.engine.packing import Allocate, PackedAdapter
 from loraplex.scheduler import Scheduler, Sequence
 
 _log = logging.getLogger(__name__)
 
-Pack = Callable[[Adapter], PackedAdapter]
-"""From an adapter to its page images. Raises AdapterRefused."""
+Pack = Callable[[Adapter, Allocate], PackedAdapter]
+"""From an adapter to its page images. Raises AdapterRefused, and what allocating raises."""
 
 FailWaiting = Callable[[Sequence, float], None]
 """Called for each sequence that waited for a load which failed, with the seconds until the load is tried again."""
@@ -33,11 +34,15 @@ class AdapterShelf:
     The rest belongs to the thread that steps, as the scheduler and the loader do. `packed` is for reading.
     """
 
-    def __init__(self, pack: Pack, scheduler: Scheduler, loader: AdapterLoader, counters: Counters) -> None:
+    def __init__(
+        self, pack: Pack, arena: HostArena, scheduler: Scheduler, loader: AdapterLoader, counters: Counters
+    ) -> None:
+        """`arena` is where page images lie."""
         self.packed: dict[AdapterDigest, PackedAdapter] = {}
         self.held: Counter[AdapterDigest] = Counter()  # kept for comparisons, whether or not they are retired
         self.load_s: dict[AdapterDigest, float] = {}  # of each adapter's last load
         self._pack = pack
+        self._arena = arena
         self._scheduler = scheduler
         self._loader = loader
         self._counters = counters
@@ -46,15 +51,20 @@ class AdapterShelf:
 
     # ------------------------------------------------------------------ in host memory
     def add(self, adapter: Adapter) -> None:
-        """Pack an adapter and keep it, also one that was retired. Raises AdapterRefused."""
-        packed = self._packed(adapter)
+        """Pack an adapter and keep it, also one that was retired. Raises AdapterRefused, HostMemoryFull."""
         with self._lock:
-            self.packed.setdefault(adapter.digest, packed)
+            if adapter.digest in self.packed:
+                self._retired.discard(adapter.digest)
+                return
+        packed = self._pack(adapter, self._arena.allocate)
+        with self._lock:
+            self._put(adapter.digest, packed)
             self._retired.discard(adapter.digest)
 
-    def _packed(self, adapter: Adapter) -> PackedAdapter:
-        packed = self.packed.get(adapter.digest)
-        return self._pack(adapter) if packed is None else packed
+    def _put(self, digest: AdapterDigest, packed: PackedAdapter) -> None:
+        """Keep what was packed, unless another thread was quicker. Under the lock."""
+        if self.packed.setdefault(digest, packed) is not packed:
+            packed.image.free()
 
     def retire(self, digest: AdapterDigest) -> None:
         """No new requests for it; its memory goes once the requests that run have ended."""
@@ -62,12 +72,19 @@ class AdapterShelf:
             self._retired.add(digest)
 
     def hold(self, adapter: Adapter) -> PackedAdapter:
-        """Keep an adapter until `release`; one that was not added stays unknown to requests. Raises AdapterRefused."""
-        packed = self._packed(adapter)
+        """Keep an adapter until `release`, beside the bound if there is no room within. Raises AdapterRefused.
+
+        One that was not added stays unknown to requests.
+        """
+        with self._lock:
+            if adapter.digest in self.packed:
+                self.held[adapter.digest] += 1
+                return self.packed[adapter.digest]
+        packed = self._pack(adapter, self._arena.allocate_apart)
         with self._lock:
             if adapter.digest not in self.packed:
-                self.packed[adapter.digest] = packed
                 self._retired.add(adapter.digest)
+            self._put(adapter.digest, packed)
             self.held[adapter.digest] += 1
             return self.packed[adapter.digest]
 
@@ -84,7 +101,9 @@ class AdapterShelf:
             for digest in [d for d in self._retired if not self.held[d] and not self._scheduler.uses_adapter(d)]:
                 if not self._scheduler.retire_adapter(digest):
                     continue  # it is still being loaded
-                self.packed.pop(digest, None)
+                packed = self.packed.pop(digest, None)
+                if packed is not None:
+                    packed.image.free()
                 self.load_s.pop(digest, None)
                 self._loader.forget(digest)
                 self._retired.discard(digest)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex.core import AdapterDigest, ConfigError, PageId, SequenceId
+from loraplex.engine.host_arena import HostPages
 from loraplex.engine.packing import PackedAdapter
 from loraplex.kernels import KvBatch, LoraBatch
 from loraplex.model import DeviceBatch
@@ -37,14 +38,20 @@ class PageBuffer:
             geometry.num_pages, kv.num_layers, 2, geometry.page_tokens, kv.num_kv_heads, kv.head_dim
         )
 
-    def fill(self, pages: Sequence[PageId], image: Tensor) -> None:
-        """Copy an adapter's page images to its pages: a copy for each run of neighbours, none of which blocks."""
-        first = 0
-        for end in range(1, len(pages) + 1):
-            if end == len(pages) or pages[end] != pages[end - 1] + 1:
-                start = pages[first]
-                self.rows[start : start + end - first].copy_(image[first:end], non_blocking=True)
-                first = end
+    def fill(self, pages: Sequence[PageId], image: HostPages) -> None:
+        """Copy an adapter's page images to its pages: a copy for each run that are neighbours on both sides.
+
+        None of them blocks where the images are pinned and the pages are a GPU's.
+        """
+        before = 0  # pages of the runs before
+        for run in image.runs:
+            first = 0
+            for end in range(1, len(run) + 1):
+                if end == len(run) or pages[before + end] != pages[before + end - 1] + 1:
+                    start = pages[before + first]
+                    self.rows[start : start + end - first].copy_(run[first:end], non_blocking=True)
+                    first = end
+            before += len(run)
 
 
 def _tensor(values: NDArray[np.generic]) -> Tensor:

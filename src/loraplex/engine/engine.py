@@ -29,10 +29,11 @@ from loraplex.core import (
 from loraplex.engine.adapter_shelf import AdapterShelf, load_failed
 from loraplex.engine.batch import PageBuffer
 from loraplex.engine.figures import Counters, snapshot
+from loraplex.engine.host_arena import HostArena
 from loraplex.engine.loading import LoadedBase, Progress
 from loraplex.engine.loads import AdapterLoader
 from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
-from loraplex.engine.packing import PackedAdapter, pack_adapter
+from loraplex.engine.packing import Allocate, PackedAdapter, pack_adapter
 from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
 from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
 from loraplex.engine.site_check import SiteCheck
@@ -88,9 +89,17 @@ class Engine:
     """
 
     def __init__(
-        self, base: LoadedBase, on_logits: LogitsObserver | None = None, progress: Progress | None = None
+        self,
+        base: LoadedBase,
+        on_logits: LogitsObserver | None = None,
+        progress: Progress | None = None,
+        *,
+        max_host_bytes: int | None = None,
     ) -> None:
-        """`progress` is called while CUDA graphs are captured, with (graphs done, graphs in all)."""
+        """`progress` is called while CUDA graphs are captured, with (graphs done, graphs in all).
+
+        `max_host_bytes` bounds the host memory of adapters that were added; None: as much as there is.
+        """
         self.base = base.description
         self.tokenizer = base.tokenizer
         self._decoder = base.decoder
@@ -107,7 +116,9 @@ class Engine:
         self._random = random.SystemRandom()
         self._counters = Counters()
         loader = AdapterLoader(self._runner, base.geometry.page_bytes)
-        self.shelf = AdapterShelf(self._pack, self.scheduler, loader, self._counters)
+        on_gpu, elems = base.decoder.device.type == "cuda", base.geometry.page_elems
+        self.arena = HostArena(elems, base.decoder.dtype, max_bytes=max_host_bytes, pin_memory=on_gpu)
+        self.shelf = AdapterShelf(self._pack, self.arena, self.scheduler, loader, self._counters)
         self._collected_s = 0.0  # when the last step's results came
         self._on_logits = on_logits
         self._probes = ProbeBook()
@@ -120,12 +131,14 @@ class Engine:
 
     # ------------------------------------------------------------------ adapters
     def add_adapter(self, adapter: Adapter) -> None:
-        """Pack an adapter and keep it in host memory, ready to be paged in. Raises AdapterRefused."""
+        """Pack an adapter and keep it in host memory, ready to be paged in.
+
+        Raises AdapterRefused, and HostMemoryFull where others must go first.
+        """
         self.shelf.add(adapter)
 
-    def _pack(self, adapter: Adapter) -> PackedAdapter:
-        on_gpu = self._decoder.device.type == "cuda"
-        return pack_adapter(adapter, self.base.sites, self._geometry, self._decoder.dtype, pin_memory=on_gpu)
+    def _pack(self, adapter: Adapter, allocate: Allocate) -> PackedAdapter:
+        return pack_adapter(adapter, self.base.sites, self._geometry, allocate)
 
     def retire_adapter(self, digest: AdapterDigest) -> None:
         """No new requests for it; its memory goes once the requests that run have ended."""

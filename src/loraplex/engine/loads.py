@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from loraplex.core import AdapterDigest, PageId
+from loraplex.engine.host_arena import HostPages
 from loraplex.engine.runner import LoadMark, Runner
 
 PIECE_BYTES = 16 * 2**20  # copied between two steps of a CPU: 3 ms on two cores, 8 where pages are touched first
@@ -33,7 +32,7 @@ class LoadEnded:
 class _Load:
     digest: AdapterDigest
     pages: Sequence[PageId]
-    image: Tensor  # [num_pages, page_elems]
+    image: HostPages
     began_s: float
     num_copied: int = 0
     mark: LoadMark | None = None  # set when everything is on its way
@@ -54,9 +53,9 @@ class AdapterLoader:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, digest: AdapterDigest, pages: Sequence[PageId], image: Tensor) -> None:
+    def begin(self, digest: AdapterDigest, pages: Sequence[PageId], image: HostPages) -> None:
         """Take a load on."""
-        assert len(pages) == image.shape[0], "a load of other pages than the adapter has"
+        assert len(pages) == len(image), "a load of other pages than the adapter has"
         self._loads.append(_Load(digest, pages, image, self._clock()))
 
     def advance(self, *, is_idle: bool) -> list[LoadEnded]:

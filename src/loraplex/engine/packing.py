@@ -1,6 +1,6 @@
 """From a validated adapter to page images: done once, at registration, so that a load is one copy a page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,16 +10,21 @@ from torch import Tensor
 
 from loraplex.adapters import Adapter, AdapterModule, TensorView
 from loraplex.core import AdapterRefused, BaseSite, PageId, RefusalReason
+from loraplex.engine.host_arena import HostPages, LeasedPages
 from loraplex.pool import AdapterLayout, Piece, PoolGeometry, SiteRank, plan_layout
 
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+Allocate = Callable[[int], LeasedPages]
+"""Leases host memory for so many pages. Raises HostMemoryFull."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     """An adapter in host memory in the form its pages have."""
 
-    image: Tensor  # [num_pages, page_elems], the pool's dtype
+    image: LeasedPages  # in the pool's dtype
     chunk_start: NDArray[np.int32]  # [num_sites + 1]
     chunk_rank: NDArray[np.int32]  # [num_chunks]
     piece_page: NDArray[np.int64]  # [2, num_chunks]: page of A and of B
@@ -28,7 +33,7 @@ class PackedAdapter:
 
     @property
     def num_pages(self) -> int:
-        return self.image.shape[0]
+        return len(self.image)
 
     def rank(self, sites: Sequence[BaseSite]) -> float:
         """Ranks of all sites together that weigh as much as the adapter: what a step pays for it."""
@@ -68,7 +73,7 @@ def _module_lies_in(packed: PackedAdapter, chunks: range, module: AdapterModule)
         done = ranks.stop
         for half, wanted in enumerate((a[ranks], b.T[ranks])):
             page, offset = int(packed.piece_page[half, chunk]), int(packed.piece_offset[half, chunk])
-            if not torch.equal(image[page, offset : offset + wanted.numel()].view(wanted.shape), wanted):
+            if not torch.equal(image[page][offset : offset + wanted.numel()].view(wanted.shape), wanted):
                 return False
     return done == module.rank
 
@@ -92,16 +97,11 @@ def _cast(module: AdapterModule, view: TensorView, dtype: torch.dtype) -> Tensor
 
 
 def pack_adapter(
-    adapter: Adapter,
-    sites: Sequence[BaseSite],
-    geometry: PoolGeometry,
-    dtype: torch.dtype,
-    *,
-    pin_memory: bool = False,
+    adapter: Adapter, sites: Sequence[BaseSite], geometry: PoolGeometry, allocate: Allocate
 ) -> PackedAdapter:
-    """Lay out and fill the page images. Raises AdapterRefused (NONFINITE, TOO_LARGE).
+    """Lay out and fill the page images, in the dtype of the pages that `allocate` gives.
 
-    `pin_memory`: in memory that a GPU copies from without the host's help.
+    Raises AdapterRefused (NONFINITE, TOO_LARGE) and HostMemoryFull; then nothing is leased.
     """
     index = {site.name: i for i, site in enumerate(sites)}
     ranks = [SiteRank(index[m.site.name], m.site.d_in, m.site.d_out, m.rank) for m in adapter.modules]
@@ -112,8 +112,12 @@ def pack_adapter(
             f"The adapter needs {layout.num_pages} pages and must leave room for a request; the pool has "
             f"{geometry.num_pages} (--kv-pages, --memory).",
         )
-    image = torch.zeros(layout.num_pages, geometry.page_elems, dtype=dtype, pin_memory=pin_memory)
-    _fill(image, layout, {index[m.site.name]: m for m in adapter.modules}, dtype)
+    image = allocate(layout.num_pages)
+    try:
+        _fill(image, layout, {index[m.site.name]: m for m in adapter.modules})
+    except BaseException:
+        image.free()
+        raise
     scale = np.zeros(len(sites), dtype=np.float32)
     for module in adapter.modules:
         scale[index[module.site.name]] = module.scale
@@ -128,9 +132,9 @@ def pack_adapter(
     )
 
 
-def _fill(image: Tensor, layout: AdapterLayout, modules: dict[int, AdapterModule], dtype: torch.dtype) -> None:
+def _fill(image: HostPages, layout: AdapterLayout, modules: dict[int, AdapterModule]) -> None:
     """Copy every chunk's A [rank, d_in] and transposed B [rank, d_out] to its place."""
-    current, a, b = -1, image, image
+    current, a, b, dtype = -1, image[0], image[0], image.dtype
     for chunk in layout.chunks:
         if chunk.site_idx != current:
             current, module = chunk.site_idx, modules[chunk.site_idx]
@@ -140,5 +144,5 @@ def _fill(image: Tensor, layout: AdapterLayout, modules: dict[int, AdapterModule
         _put(image, chunk.b, b[ranks])
 
 
-def _put(image: Tensor, piece: Piece, values: Tensor) -> None:
-    image[piece.page_idx, piece.offset : piece.offset + values.numel()].view(values.shape).copy_(values)
+def _put(image: HostPages, piece: Piece, values: Tensor) -> None:
+    image[piece.page_idx][piece.offset : piece.offset + values.numel()].view(values.shape).copy_(values)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loraplex.core import AdapterDigest, PageId, SequenceId
 from loraplex.engine.batch import BatchBuilder, PageBuffer
+from loraplex.engine.host_arena import HostPages
 from loraplex.engine.packing import PackedAdapter
 from loraplex.kernels import KvBatch
 from loraplex.model import Decoder, DeviceBatch, Sampled, SamplingRow, sample
@@ -59,7 +60,7 @@ class Runner(Protocol):
     @property
     def copies_aside(self) -> bool: ...
 
-    def load(self, pages: Sequence[PageId], image: Tensor) -> None:
+    def load(self, pages: Sequence[PageId], image: HostPages) -> None:
         """Copy page images of an adapter to its pages, after the steps launched so far. Never waits for a device."""
         ...
 
@@ -81,6 +82,23 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class CopiesInFlight:
+    """Copies on a stream of a GPU, up to an event."""
+
+    event: torch.cuda.Event
+
+    @staticmethod
+    def on(stream: torch.cuda.Stream) -> "CopiesInFlight":
+        """The copies on a stream so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return CopiesInFlight(event)
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
 class CopiesDone:
     """A mark of copies that ended when they were called."""
 
@@ -99,11 +117,12 @@ class EagerRunner:
         self._buffer = buffer
         self._builder = BatchBuilder(buffer)
 
-    def load(self, pages: Sequence[PageId], image: Tensor) -> None:
+    def load(self, pages: Sequence[PageId], image: HostPages) -> None:
         self._buffer.fill(pages, image)
 
     def load_mark(self) -> LoadMark:
-        return CopiesDone()
+        device = self._decoder.device
+        return CopiesDone() if device.type == "cpu" else CopiesInFlight.on(torch.cuda.current_stream(device))
 
     def launch(self, step: Step) -> StepInFlight:
         batch = self._builder.build(step.plan, step.sequences, step.packed)
