@@ -12,6 +12,7 @@ from loraplex.engine import Engine
 CHUNK = 2048
 RANKS = (0, 16, 64)
 MIN_ROUNDS = 5
+BESIDE_TOKENS = (16, 128, 384, 1024)
 
 
 def _beside_ms(engine: Engine, refs: Sequence[AdapterRef | None], tokens: int, seed: int) -> float:
@@ -39,38 +40,44 @@ def _beside_ms(engine: Engine, refs: Sequence[AdapterRef | None], tokens: int, s
 
 
 def measure_beside(engine: Engine, adapters: Adapters, args: argparse.Namespace) -> dict[str, Any]:
-    """A prompt that fills what decoding rows leave of a chunk: no adapter, one for all rows, one for each row."""
-    tokens = min(CHUNK, engine.scheduler.config.max_step_tokens) - args.batch
+    """Prompts of several lengths, the last what decoding rows leave of a chunk: no adapter, one for all, distinct."""
+    whole = min(CHUNK, engine.scheduler.config.max_step_tokens) - args.batch
     every = adapters.take(16, args.batch)
     kinds: dict[str, list[AdapterRef | None]] = {
         "none": [None] * args.batch,
         "one": [every[0]] * args.batch,
         "distinct": [*every],
     }
-    values: dict[str, list[float]] = {name: [] for name in kinds}
+    lengths = [*(tokens for tokens in BESIDE_TOKENS if tokens < whole), whole]
+    values: dict[int, dict[str, list[float]]] = {tokens: {name: [] for name in kinds} for tokens in lengths}
     for number in range(max(args.repeats, MIN_ROUNDS) + 1):
-        for name, refs in kinds.items():
-            took = _beside_ms(engine, refs, tokens, number)
-            if number:
-                values[name].append(took)
-    spreads = {name: Spread.of(ms) for name, ms in values.items()}
-    return {
-        "prompt_tokens": tokens,
-        "decoding": args.batch - 1,
-        "rank": 16,
-        "ms": {name: one.as_json() for name, one in spreads.items()},
-        "over_none": {name: one.median / spreads["none"].median for name, one in spreads.items()},
-    }
+        for tokens in lengths:
+            for name, refs in kinds.items():
+                took = _beside_ms(engine, refs, tokens, number)
+                if number:
+                    values[tokens][name].append(took)
+    prompts = {}
+    for tokens, by_kind in values.items():
+        spreads = {name: Spread.of(ms) for name, ms in by_kind.items()}
+        prompts[str(tokens)] = {
+            "ms": {name: one.as_json() for name, one in spreads.items()},
+            "over_none": {name: one.median / spreads["none"].median for name, one in spreads.items()},
+        }
+    return {"decoding": args.batch - 1, "rank": 16, "prompts": prompts}
 
 
 def show_beside(section: dict[str, Any]) -> None:
     rows = [
-        [name, f"{ms['median']:.2f}", f"{ms['range']:.2f}", f"{section['over_none'][name]:.3f}"]
-        for name, ms in section["ms"].items()
+        [
+            tokens,
+            *(f"{one['ms'][name]['median']:.2f} ± {one['ms'][name]['range'] / 2:.2f}" for name in one["ms"]),
+            *(f"{one['over_none'][name]:.3f}" for name in ("one", "distinct")),
+        ]
+        for tokens, one in section["prompts"].items()
     ]
     show_table(
-        f"First token of {section['prompt_tokens']} tokens beside {section['decoding']} decoding rows, rank 16",
-        ("adapters", "ms", "range", "over none"),
+        f"First token of a prompt beside {section['decoding']} decoding rows, ms; adapters of rank 16",
+        ("prompt tokens", "no adapter", "one for all", "distinct", "one over none", "distinct over none"),
         rows,
     )
 
