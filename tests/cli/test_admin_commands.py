@@ -240,6 +240,37 @@ def test_tenants_are_made_listed_and_switched(place: Place) -> None:
     assert [name for name in names if name != "ops"] == ["acme", "beta", "gamma"]
 
 
+def test_a_tenants_limits_are_set_one_by_one_shown_and_taken_away(place: Place) -> None:
+    none = {"weight": 1.0, "priority": 0, "max_requests": None, "tokens_per_minute": None}
+    assert place.run.good("tenant", "limits", "acme")["limits"] == none
+    set_ = ("--weight", "2.5", "--priority", "-20", "--max-requests", "8", "--tokens-per-minute", "6000")
+    all_ = {"weight": 2.5, "priority": -20, "max_requests": 8, "tokens_per_minute": 6000}
+    assert place.run.good("tenant", "limits", "acme", *set_)["limits"] == all_
+    view = place.run.good("tenant", "limits", "acme", "--max-requests", "none")
+    assert view["limits"] == {**all_, "max_requests": None}
+    rows = {line.split()[0]: line.split() for line in place.run("tenant", "list").out.splitlines()}
+    assert rows["acme"][-4:] == ["2.5", "-20", "-", "6000"]
+    assert rows["beta"][-4:] == ["1", "0", "-", "-"]
+    (entry,) = place.run.good("audit", "list", "--tenant", "acme", "--last", "1")["entries"]
+    assert (entry["action"], entry["details"]["max_requests_from"]) == ("tenant.limits", 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--weight", "0"), "weight is 0.0; it must be from 0.001 to 1000."),
+        (("--weight", "nan"), "--weight is nan; it must be a finite number."),
+        (("--priority", "101"), "priority is 101; it must be from -100 to 100."),
+        (("--max-requests", "0"), "max_requests is 0; it must be from 1 to 1000000."),
+        (("--max-requests", "-1"), "--max-requests '-1' is neither a number nor none."),
+        (("--tokens-per-minute", "many"), "--tokens-per-minute 'many' is neither a number nor none."),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_in_words(place: Place, words: tuple[str, ...], message: str) -> None:
+    assert place.run.refused("tenant", "limits", "acme", *words) == f"error invalid_request: {message}"
+    assert place.run.good("tenant", "limits", "acme")["limits"]["weight"] == 1.0
+
+
 def test_a_key_is_shown_once_alone_on_standard_output(place: Place) -> None:
     ran = place.run("key", "create", "--tenant", "acme", "--role", "tenant_admin", "--expires-in", "90d")
     assert ran.status == 0
@@ -375,6 +406,7 @@ COMMANDS = (
     ("tenant", "list"),
     ("tenant", "disable", "acme"),
     ("tenant", "enable", "acme"),
+    ("tenant", "limits", "acme"),
     ("key", "create", "--tenant", "acme"),
     ("key", "list", "--tenant", "acme"),
     ("key", "revoke", "a" * 12, "--tenant", "acme"),

@@ -53,10 +53,11 @@ def test_limits_are_set_one_by_one_and_stay(world: World) -> None:
         ("tokens_per_minute", 10**12 + 1, "tokens_per_minute is 1000000000001; it must be from 1 to 1000000000000."),
     ],
 )
-def test_a_value_that_cannot_be_changes_nothing(world: World, field: Any, value: Any, message: str) -> None:
+def test_a_value_that_cannot_be_changes_nothing(world: World, field: str, value: float, message: str) -> None:
     world.tenant("acme")
+    changes: Any = {**ALL, field: value}
     with pytest.raises(InvalidRequest) as caught:
-        world.registry.tenants.change_limits(OPERATOR, "acme", {**ALL, field: value})
+        world.registry.tenants.change_limits(OPERATOR, "acme", changes)
     assert (caught.value.message, caught.value.param) == (message, field)
     assert limits(world.registry, "acme") == TenantLimits()
     assert [entry.action for entry in world.registry.audit_entries(OPERATOR, "acme")][-1] == "key.create"

@@ -60,6 +60,43 @@ async def test_an_operator_makes_tenants_and_keys_that_work(site: AdminSite) -> 
     assert created["api_key"] not in site.log.getvalue()
 
 
+async def test_operators_set_limits_and_a_tenants_admin_sees_its_own(site: AdminSite) -> None:
+    limits = {"weight": 3.0, "priority": 5, "max_requests": 2, "tokens_per_minute": 600}
+    async with site.client(site.operator) as operator, site.client(site.admin) as admin:
+        changed = await good(await operator.patch("tenants/acme/limits", json=limits))
+        assert changed["limits"] == limits
+        assert await good(await admin.get("tenants/acme")) == changed
+        fewer = await good(await operator.patch("tenants/acme/limits", json={"tokens_per_minute": "none"}))
+        assert fewer["limits"] == {**limits, "tokens_per_minute": None}
+        listed = (await good(await operator.get("tenants")))["tenants"]
+        assert [one["limits"]["weight"] for one in listed] == [3.0, 1.0]
+        assert_error(await admin.patch("tenants/acme/limits", json=limits), 403, code="permission_denied")
+        assert_error(await admin.get("tenants/beta"), 404, code="tenant_not_found")
+        assert_error(await operator.patch("tenants/absent/limits", json=limits), 404, code="tenant_not_found")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"weight": 1001}, "weight"),
+        ({"weight": "none"}, "weight"),
+        ({"priority": None}, None),  # left out, as everywhere
+        ({"weight": 2.0, "priority": -101}, "priority"),
+        ({"max_requests": 1.5}, "max_requests"),
+        ({"max_requests": True}, "max_requests"),
+        ({"tokens_per_minute": 0}, "tokens_per_minute"),
+        ({"tokens_per_hour": 1}, "tokens_per_hour"),
+        ({}, None),
+    ],
+)
+async def test_limits_that_cannot_be_name_their_field(site: AdminSite, body: dict[str, Any], param: str | None) -> None:
+    async with site.client(site.operator) as client:
+        refused = await client.patch("tenants/acme/limits", json=body)
+        assert_error(refused, 400, code="invalid_request")
+        assert refused.json()["error"]["param"] == param
+        assert (await good(await client.get("tenants/acme")))["limits"]["weight"] == 1.0
+
+
 async def test_a_key_is_never_kept_by_caches(site: AdminSite) -> None:
     async with site.client(site.operator) as client:
         response = await client.post("tenants/acme/keys", json={})

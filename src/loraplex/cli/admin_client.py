@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from loraplex.core import ConfigError
-from loraplex.registry import Role
+from loraplex.registry import LimitChanges, Role
 from loraplex.server.admin_operations import BaseClaim
 from loraplex.server.admin_views import (
     AdapterDetailView,
@@ -65,6 +65,10 @@ class AdminClient(Protocol):
     def disable_tenant(self, tenant: str) -> TenantView: ...
 
     def enable_tenant(self, tenant: str) -> TenantView: ...
+
+    def show_tenant(self, tenant: str) -> TenantView: ...
+
+    def change_limits(self, tenant: str, changes: LimitChanges) -> TenantView: ...
 
     def list_tenants(self, after: str = "", limit: int = 100) -> TenantPage: ...
 

@@ -13,7 +13,7 @@ from loraplex.adapters import AdapterLimits
 from loraplex.adapters.artifact import read_artifact
 from loraplex.cli.admin_client import LocalBase, Progress
 from loraplex.core import ClientError, ConfigError, InvalidRequest, LoraplexError, ServerError
-from loraplex.registry import Role
+from loraplex.registry import LimitChanges, Role
 from loraplex.server.admin_operations import BaseClaim
 from loraplex.server.admin_views import (
     AdapterDetailView,
@@ -74,6 +74,15 @@ class HttpClient:
     def enable_tenant(self, tenant: str) -> TenantView:
         """See AdminClient."""
         return self._call(TenantView, "POST", _path(tenant, "enable"), body={})
+
+    def show_tenant(self, tenant: str) -> TenantView:
+        """See AdminClient."""
+        return self._call(TenantView, "GET", _path(tenant))
+
+    def change_limits(self, tenant: str, changes: LimitChanges) -> TenantView:
+        """See AdminClient."""
+        body = {name: "none" if value is None else value for name, value in changes.items()}
+        return self._call(TenantView, "PATCH", _path(tenant, "limits"), body=body)
 
     def list_tenants(self, after: str = "", limit: int = 100) -> TenantPage:
         """See AdminClient."""

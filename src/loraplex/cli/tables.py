@@ -95,10 +95,12 @@ def move_table(detail: AdapterDetailView) -> Table:
 
 
 def tenant_table(tenants: Iterable[TenantView]) -> Table:
-    """Tenants and whether they are switched on."""
-    table = _table("tenant", "made", "disabled")
+    """Tenants, whether they are switched on, and their limits."""
+    table = _table("tenant", "made", "disabled", "weight", "priority", "requests", "tokens/min")
     for tenant in tenants:
-        _add(table, tenant.tenant, show_time(tenant.created_at), show_time(tenant.disabled_at))
+        times, limits = (show_time(tenant.created_at), show_time(tenant.disabled_at)), tenant.limits
+        bounds = limits.max_requests, limits.tokens_per_minute
+        _add(table, tenant.tenant, *times, f"{limits.weight:g}", limits.priority, *bounds)
     return table
 
 

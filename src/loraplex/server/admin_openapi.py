@@ -38,6 +38,8 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "create_tenant": Operation(views.TenantView, bodies.NewTenantBody, 201),
         "disable_tenant": Operation(views.TenantView, bodies.EmptyBody),
         "enable_tenant": Operation(views.TenantView, bodies.EmptyBody),
+        "show_tenant": Operation(views.TenantView),
+        "change_limits": Operation(views.TenantView, bodies.LimitsBody),
         "list_keys": Operation(views.KeyPage, is_list=True),
         "create_key": Operation(views.CreatedKeyView, bodies.NewKeyBody, 201),
         "revoke_key": Operation(views.KeyView),

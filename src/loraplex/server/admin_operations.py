@@ -12,7 +12,7 @@ from loraplex.adapters import Adapter
 from loraplex.core import BaseDescription, LoraplexError
 from loraplex.core.comparison import AdapterComparison
 from loraplex.core.registry_errors import AdapterDeleted, WrongBase
-from loraplex.registry import Principal, Registry, Role, VerificationResult, VersionState
+from loraplex.registry import LimitChanges, Principal, Registry, Role, VerificationResult, VersionState
 from loraplex.server.admin_views import (
     AdapterDetailView,
     AdapterPage,
@@ -70,6 +70,14 @@ class AdminOperations:
     def enable_tenant(self, tenant: str) -> TenantView:
         """Switch a tenant on again."""
         return TenantView.of(self._registry.tenants.enable(self._principal, tenant))
+
+    def show_tenant(self, tenant: str) -> TenantView:
+        """One tenant, with its limits."""
+        return TenantView.of(self._registry.tenants.find(self._principal, tenant))
+
+    def change_limits(self, tenant: str, changes: LimitChanges) -> TenantView:
+        """Set some of a tenant's limits."""
+        return TenantView.of(self._registry.tenants.change_limits(self._principal, tenant, changes))
 
     def list_tenants(self, after: str = "", limit: int = 100) -> TenantPage:
         """Tenants in order of name, from the one behind `after`."""

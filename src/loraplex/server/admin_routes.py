@@ -21,6 +21,7 @@ from loraplex.server.admin_schema import (
     MAX_VERSION,
     ActivateBody,
     EmptyBody,
+    LimitsBody,
     NewKeyBody,
     NewTenantBody,
     RollbackBody,
@@ -67,6 +68,17 @@ async def enable_tenant(service: Service, http: Request) -> Response:
     """POST .../enable."""
     await service.bodies.read(http, EmptyBody)
     return _json(await service.queries.run(_operations(service, http).enable_tenant, _tenant(http)))
+
+
+async def show_tenant(service: Service, http: Request) -> Response:
+    """GET /admin/v1/tenants/{tenant}."""
+    return _json(await service.queries.run(_operations(service, http).show_tenant, _tenant(http)))
+
+
+async def change_limits(service: Service, http: Request) -> Response:
+    """PATCH .../limits. What the body leaves out stays as it is."""
+    body = await service.bodies.read(http, LimitsBody)
+    return _json(await service.queries.run(_operations(service, http).change_limits, _tenant(http), body.changes()))
 
 
 async def openapi(service: Service, http: Request) -> Response:
@@ -297,6 +309,8 @@ ADMIN_ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("POST", "/admin/v1/tenants", create_tenant, Access.OPERATOR),
     RouteSpec("POST", f"{_TENANT}/disable", disable_tenant, Access.OPERATOR),
     RouteSpec("POST", f"{_TENANT}/enable", enable_tenant, Access.OPERATOR),
+    RouteSpec("GET", _TENANT, show_tenant, Access.ADMIN),
+    RouteSpec("PATCH", f"{_TENANT}/limits", change_limits, Access.OPERATOR),
     RouteSpec("GET", f"{_TENANT}/keys", list_keys, Access.ADMIN),
     RouteSpec("POST", f"{_TENANT}/keys", create_key, Access.ADMIN),
     RouteSpec("DELETE", f"{_TENANT}/keys/{{key_id}}", revoke_key, Access.ADMIN),

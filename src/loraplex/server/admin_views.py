@@ -18,6 +18,7 @@ from loraplex.registry import (
     Principal,
     Role,
     TenantInfo,
+    TenantLimits,
     VerificationInfo,
     VersionInfo,
     VersionState,
@@ -53,14 +54,34 @@ class CallerView(View):
         )
 
 
+class LimitsView(View):
+    """A tenant's part of each server; null is no bound."""
+
+    weight: float
+    priority: int
+    max_requests: int | None
+    tokens_per_minute: int | None
+
+    @classmethod
+    def of(cls, limits: TenantLimits) -> "LimitsView":
+        return cls(
+            weight=limits.weight,
+            priority=limits.priority,
+            max_requests=limits.max_requests,
+            tokens_per_minute=limits.tokens_per_minute,
+        )
+
+
 class TenantView(View):
     tenant: str
     created_at: float
     disabled_at: float | None
+    limits: LimitsView
 
     @classmethod
     def of(cls, info: TenantInfo) -> "TenantView":
-        return cls(tenant=info.name, created_at=info.created_at, disabled_at=info.disabled_at)
+        limits = LimitsView.of(info.limits)
+        return cls(tenant=info.name, created_at=info.created_at, disabled_at=info.disabled_at, limits=limits)
 
 
 class TenantPage(View):
