@@ -96,7 +96,7 @@ def test_failed_load_ends_only_its_own_and_frees_its_pages() -> None:
     assert world.scheduler.residency.state(A, world.now) is AdapterState.FAILED
     assert world.scheduler.residency.num_failed(world.now) == 1
     assert world.scheduler.residency.num_pages == 0
-    assert world.scheduler.pool.num_free + good.num_pages + world.scheduler.cache.num_pages >= free
+    assert world.scheduler.pool.num_free + len(good.pages) + world.scheduler.cache.num_pages >= free
     world.failure_share = 0.0
     (again,) = world.add(make_request(4, 0, max_tokens=2))
     world.step()
@@ -175,7 +175,7 @@ def test_walk_ends_everything_and_leaks_nothing(seed: int, depth: int) -> None:
     assert world.num_loads > 20
     assert world.num_failures > 0
     assert scheduler.residency.num_evictions > 0
-    assert scheduler.num_cached_tokens > 0
+    assert scheduler.starts.num_cached_tokens > 0
     idle = scheduler.residency.num_idle_pages + scheduler.cache.num_pages
     assert scheduler.pool.num_free + idle == scheduler.pool.num_pages
     assert scheduler.residency.make_room(scheduler.pool.num_pages)
@@ -195,8 +195,8 @@ def test_same_seed_gives_the_same_trace() -> None:
 def test_cache_changes_no_answer() -> None:
     """`World` checks each answer against the request alone, so the walks must only differ in work."""
     cached, plain = walk(5, 200), walk(5, 200, prefix_caching=False)
-    assert cached.scheduler.num_cached_tokens > 0
-    assert plain.scheduler.num_cached_tokens == 0
+    assert cached.scheduler.starts.num_cached_tokens > 0
+    assert plain.scheduler.starts.num_cached_tokens == 0
     assert plain.scheduler.cache.num_pages == 0
 
 

@@ -8,21 +8,16 @@ from loraplex.core import PageId
 class Lease:
     """Pages held by one owner. The only handle on them; it grows, and frees once."""
 
-    __slots__ = ("_pages", "_pool", "namespace")
+    __slots__ = ("_pool", "namespace", "pages")
 
-    def __init__(self, pool: "PagePool", namespace: str, pages: list[PageId]) -> None:
+    def __init__(self, pool: "PagePool", namespace: str, pages: tuple[PageId, ...]) -> None:
         self._pool: PagePool | None = pool
-        self._pages = pages
+        self.pages = pages  # in the order they were granted; empty after release
         self.namespace = namespace
 
     @property
-    def pages(self) -> tuple[PageId, ...]:
-        """The pages in the order they were granted; empty after release."""
-        return tuple(self._pages)
-
-    @property
     def num_pages(self) -> int:
-        return len(self._pages)
+        return len(self.pages)
 
     @property
     def is_released(self) -> bool:
@@ -34,27 +29,28 @@ class Lease:
         granted = self._pool._take(num_pages, self)
         if granted is None:
             return False
-        self._pages.extend(granted)
+        self.pages += granted
         return True
 
     def hand_on(self, namespace: str) -> "Lease":
         """Give the first page to a new lease of its own, without freeing it."""
         assert self._pool is not None, "lease already released"
-        page = self._pages.pop(0)
-        lease = Lease(self._pool, namespace, [page])
+        page, self.pages = self.pages[0], self.pages[1:]
+        lease = Lease(self._pool, namespace, (page,))
         self._pool._holders[page] = lease
         return lease
 
     def drop_first(self) -> None:
         """Give the first page back."""
         assert self._pool is not None, "lease already released"
-        self._pool._give_back((self._pages.pop(0),), self)
+        self._pool._give_back(self.pages[:1], self)
+        self.pages = self.pages[1:]
 
     def release(self) -> None:
         """Give all pages back. A second call is a bug."""
         assert self._pool is not None, "lease released twice"
-        self._pool._give_back(self._pages, self)
-        self._pages = []
+        self._pool._give_back(self.pages, self)
+        self.pages = ()
         self._pool = None
 
 
@@ -74,14 +70,14 @@ class PagePool:
 
     def allocate(self, num_pages: int, namespace: str) -> Lease | None:
         """Lease `num_pages` pages under a namespace, or None (and nothing changed) when too few are free."""
-        lease = Lease(self, namespace, [])
+        lease = Lease(self, namespace, ())
         return lease if lease.extend(num_pages) else None
 
-    def _take(self, num_pages: int, lease: Lease) -> list[PageId] | None:
+    def _take(self, num_pages: int, lease: Lease) -> tuple[PageId, ...] | None:
         assert num_pages >= 0
         if num_pages > len(self._free):
             return None
-        granted = [self._free.pop() for _ in range(num_pages)]
+        granted = tuple([self._free.pop() for _ in range(num_pages)])
         for page in granted:
             self._holders[page] = lease
         return granted
@@ -101,7 +97,7 @@ class PagePool:
         held: dict[int, int] = {}
         for page, lease in self._holders.items():
             assert not lease.is_released, f"page {page} is held by a released lease"
-            assert page in lease._pages, f"page {page} is not listed by its lease"
+            assert page in lease.pages, f"page {page} is not listed by its lease"
             held[id(lease)] = held.get(id(lease), 0) + 1
         for lease in self._holders.values():
             assert held[id(lease)] == lease.num_pages, "a lease lists a page it does not hold"

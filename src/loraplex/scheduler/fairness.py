@@ -6,12 +6,14 @@ tenants the ranks of their adapters too: a tenant alone on an adapter pays them 
 """
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from loraplex.core import SequenceId
 from loraplex.scheduler.plan import StepPlan
+from loraplex.scheduler.queue import WaitingQueue
 from loraplex.scheduler.sequence import Sequence as SequenceState
 from loraplex.scheduler.sequence import SequenceStatus
 
@@ -96,12 +98,13 @@ class FairShares:
         self, plan: StepPlan, sequences: Mapping[SequenceId, SequenceState], tokens_per_rank: float
     ) -> None:
         """Book a step's output tokens, and every adapter's ranks in equal parts to the sequences that use it."""
-        users = Counter(chunk.adapter for chunk in plan.chunks)
+        users = Counter([chunk.adapter for chunk in plan.chunks])
         for chunk in plan.chunks:
             seq = sequences.get(chunk.seq_id)
             if seq is not None:
                 ranks = seq.adapter_rank / users[chunk.adapter]
-                self.charge(seq.tenant, tokens_per_rank * ranks + (OUTPUT_WEIGHT if chunk.samples else 0.0))
+                tokens = tokens_per_rank * ranks + (OUTPUT_WEIGHT if chunk.samples else 0.0)
+                self._shares[seq.tenant].served += tokens / self._weights.get(seq.tenant, 1.0)
 
     def check_invariants(self, sequences: Iterable[SequenceState]) -> None:
         """Counts are those of the sequences."""
@@ -113,43 +116,49 @@ class FairShares:
         assert +queued == +self._queued
 
 
-def age(seq: SequenceState) -> tuple[float, int]:
-    """Key of the order of arrival."""
-    return (seq.arrival_s, seq.seq_id)
-
-
-def in_turn(
-    waiting: Sequence[SequenceState], shares: FairShares | None, now: float, aging_s: float
-) -> Iterator[SequenceState]:
-    """Waiting sequences, given in order of age, as their turn comes: priority, then served least, then age.
+def in_turn(queue: WaitingQueue, shares: FairShares | None, now: float, aging_s: float) -> Iterator[SequenceState]:
+    """Waiting sequences as their turn comes: priority, then served least, then age.
 
     Without `shares`, priority and age alone. Who has waited `aging_s` counts as of the highest priority that waits.
-    What a tenant is charged between two of them counts for the next.
+    What a tenant is charged between two of them counts for the next, and the one given last may leave the queue.
     """
-    if not waiting:
-        return
-    top = max(seq.priority for seq in waiting)
-    groups: dict[tuple[int, Tenant], list[SequenceState]] = {}
-    for seq in waiting:
-        level = top if now - seq.arrival_s >= aging_s else seq.priority
-        groups.setdefault((level, seq.tenant if shares is not None else None), []).append(seq)
-    if len(groups) == 1:
-        yield from list(waiting)
+    levels = {priority for priority, _ in queue.groups}
+    if len(levels) < 2 and (shares is None or len(queue.groups) < 2):
+        yield from tuple(queue)
         return
 
-    def key(level: int, tenant: Tenant, seq: SequenceState) -> tuple[int, float, float, int]:
-        return (-level, shares.served(tenant) if shares is not None else 0.0, *age(seq))
+    def key(level: int, seq: SequenceState) -> tuple[int, float, float, int]:
+        return (-level, shares.served(seq.tenant) if shares is not None else 0.0, seq.arrival_s, seq.seq_id)
 
-    heap = [(key(*group, seqs[0]), group, 0) for group, seqs in groups.items()]
+    runs = _runs(queue, max(levels), now, aging_s) if len(levels) > 1 else _groups(queue)
+    heap = [(key(level, seqs[0]), level, seqs, 0) for level, seqs in runs]
     heapq.heapify(heap)
     while heap:
-        old, group, place = heap[0]
-        seqs = groups[group]
-        current = key(*group, seqs[place])
+        old, level, seqs, place = heap[0]
+        seq = seqs[place]
+        current = key(level, seq)
         if current != old:
-            heapq.heapreplace(heap, (current, group, place))
+            heapq.heapreplace(heap, (current, level, seqs, place))
             continue
         heapq.heappop(heap)
-        yield seqs[place]
-        if place + 1 < len(seqs):
-            heapq.heappush(heap, (key(*group, seqs[place + 1]), group, place + 1))
+        rest = seqs if place else tuple(seqs)  # the queue's own list loses what starts
+        yield seq
+        if place + 1 < len(rest):
+            heapq.heappush(heap, (key(level, rest[place + 1]), level, rest, place + 1))
+
+
+_Run = tuple[int, Sequence[SequenceState]]
+
+
+def _groups(queue: WaitingQueue) -> Iterator[_Run]:
+    return ((priority, seqs) for (priority, _), seqs in queue.groups.items())
+
+
+def _runs(queue: WaitingQueue, top: int, now: float, aging_s: float) -> Iterator[_Run]:
+    """Parts of the queue in which only age counts: a group's sequences that have waited long, and the others."""
+    for priority, seqs in _groups(queue):
+        num_aged = bisect_left(seqs, True, key=lambda seq: now - seq.arrival_s < aging_s)
+        if num_aged:
+            yield top, seqs[:num_aged]
+        if num_aged < len(seqs):
+            yield priority, seqs[num_aged:]

@@ -1,6 +1,7 @@
 """Which adapters are brought into the pool ahead of the sequences that wait for them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 from loraplex.core import AdapterDigest
 from loraplex.pool import AdapterResidency, AdapterState, PoolGeometry
@@ -21,29 +22,40 @@ class LoadAhead:
         self._geometry = geometry
         self._residency = residency
 
-    def start(self, in_turn: Iterable[Sequence], spare_pages: int, now: float) -> tuple[AdapterLoad, ...]:
+    def start(
+        self,
+        in_turn: Iterable[Sequence],
+        unplaced: Collection[AdapterDigest],
+        spare_pages: Callable[[], int],
+        now: float,
+    ) -> tuple[AdapterLoad, ...]:
         """Lease pages for adapters of waiting sequences; the pages that are to be filled.
 
-        A load takes only what `spare_pages` and the sequences before it leave, and evicts no adapter that one of those
-        waits for. The first that does not fit stops those behind it.
+        `unplaced`: adapters that are waited for and have no pages. A load takes only what `spare_pages` and the
+        sequences before it leave, and evicts no adapter that one of those waits for. The first that does not fit stops
+        those behind it.
         """
+        if not unplaced:
+            return ()
         loads = []
-        ahead = spare_pages
-        wanted: list[AdapterDigest] = []
-        for place, seq in enumerate(in_turn):
-            if place >= self._config.max_num_seqs:
-                break
+        ahead, left = spare_pages(), set(unplaced)
+        wanted: set[AdapterDigest] = set()
+        for seq in islice(in_turn, self._config.max_num_seqs):
             ahead += self._geometry.pages_for_tokens(seq.num_tokens)
             if seq.adapter is None or seq.adapter in wanted:
                 continue
+            wanted.add(seq.adapter)
+            left.discard(seq.adapter)
             if self._residency.state(seq.adapter, now) is AdapterState.ABSENT:
                 if not self._begin(seq, seq.adapter, ahead, wanted, now):
                     break
                 loads.append(AdapterLoad(seq.adapter, self._residency.pages(seq.adapter)))
-            wanted.append(seq.adapter)
+                left = {digest for digest in unplaced if digest not in wanted}  # one may have been evicted for it
+            if not left:
+                break
         return tuple(loads)
 
-    def _begin(self, seq: Sequence, digest: AdapterDigest, ahead: int, wanted: list[AdapterDigest], now: float) -> bool:
+    def _begin(self, seq: Sequence, digest: AdapterDigest, ahead: int, wanted: set[AdapterDigest], now: float) -> bool:
         """Lease its pages if they fit beside the `ahead` that those before it take, and into what may be on its way."""
         bound, loading = self._config.max_load_pages, self._residency.num_loading_pages
         if bound is not None and loading and loading + seq.adapter_pages > bound:

@@ -48,6 +48,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     lease: Lease | None = None
+    pages: tuple[PageId, ...] = ()  # while it runs, in order: those of its prefix, then of its lease
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_preemptions: int = 0
@@ -69,19 +70,6 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.prompt_len
-
-    @property
-    def pages(self) -> tuple[PageId, ...]:
-        """Its pages in order, cached ones first."""
-        assert self.lease is not None
-        if not self.prefix:
-            return self.lease.pages
-        return (*(node.page for node in self.prefix), *self.lease.pages)
-
-    @property
-    def num_pages(self) -> int:
-        assert self.lease is not None
-        return len(self.prefix) + self.lease.num_pages
 
     @property
     def namespace(self) -> str:
@@ -120,3 +108,8 @@ def finish_reason(seq: Sequence, token: int, length: int) -> FinishReason | None
         if token in seq.eos_token_ids:
             return FinishReason.STOP
     return FinishReason.LENGTH if length >= seq.max_len else None
+
+
+def age(seq: Sequence) -> tuple[float, int]:
+    """Key of the order of arrival."""
+    return (seq.arrival_s, seq.seq_id)
