@@ -236,7 +236,7 @@ def test_figures_count_what_ran(tiny_base: MakeBase, tiny_adapter: MakeAdapter) 
     ref = harness.load("a", tiny_adapter(base, rank=4))
     harness.add(random_prompt(21), SamplingParams(max_tokens=5, ignore_eos=True), ref)
     harness.add(random_prompt(3), SamplingParams(max_tokens=2, ignore_eos=True))
-    assert harness.engine.stats().num_waiting == 0  # as of the last step, and there was none
+    assert (harness.engine.stats().num_waiting, harness.engine.stats().waiting_adapters) == (2, ("a",))
     harness.step()
     assert harness.engine.stats().running_adapters == ("a",)
     harness.run()

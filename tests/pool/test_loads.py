@@ -186,6 +186,7 @@ def test_placements_tell_state_use_and_popularity_of_every_adapter() -> None:
         A: Placement(AdapterState.RESIDENT, 2, 1, pytest.approx(0.75), 61.0),
         B: Placement(AdapterState.LOADING, 2, 0, 0.0, None),
     }
+    assert residency.most_popular(5, 121.0) == [(A, pytest.approx(0.75))]
     assert residency.placements(8.0)[C] == Placement(AdapterState.FAILED, 0, 0, 0.0, None)
     assert (residency.num_failed(8.0), residency.num_failed(9.0)) == (1, 0)
     assert residency.begin_load(D, 2, (), 10.0)

@@ -2,7 +2,7 @@
 
 from loraplex.core.base import BaseDescription, BaseSite
 from loraplex.core.comparison import AdapterComparison
-from loraplex.core.engine_client import EngineClient, EngineStats
+from loraplex.core.engine_client import EngineClient
 from loraplex.core.errors import (
     AdapterRefused,
     BaseRefused,
@@ -21,6 +21,7 @@ from loraplex.core.errors import (
     RefusalReason,
     ServerError,
 )
+from loraplex.core.figures import AdapterResidence, AdapterUse, EngineStats, Histogram
 from loraplex.core.request import (
     AdapterRef,
     ChatMessage,
@@ -29,6 +30,7 @@ from loraplex.core.request import (
     RequestOutput,
     SequenceDelta,
     ServedBy,
+    Timings,
     TokenLogprob,
     TopLogprob,
 )
@@ -40,6 +42,8 @@ __all__ = [
     "AdapterDigest",
     "AdapterRef",
     "AdapterRefused",
+    "AdapterResidence",
+    "AdapterUse",
     "BaseDescription",
     "BaseFingerprint",
     "BaseRefused",
@@ -54,6 +58,7 @@ __all__ = [
     "EngineDead",
     "EngineStats",
     "FinishReason",
+    "Histogram",
     "InvalidRequest",
     "LoraplexError",
     "ModelNotFound",
@@ -70,6 +75,7 @@ __all__ = [
     "SequenceId",
     "ServedBy",
     "ServerError",
+    "Timings",
     "TokenLogprob",
     "TopLogprob",
 ]

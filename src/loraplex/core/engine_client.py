@@ -1,51 +1,12 @@
 """How the server sees an engine. Implemented by `engine.AsyncEngine` and `testing.FakeEngine`."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from loraplex.core.base import BaseDescription
+from loraplex.core.figures import AdapterResidence, EngineStats
 from loraplex.core.request import ChatMessage, Request, RequestOutput
 from loraplex.core.types import AdapterDigest
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters and gauges of one engine, read at any moment. Counters only grow."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    num_pages: int = 0
-    num_free_pages: int = 0
-    num_adapter_pages: int = 0  # held by adapters, idle ones included
-    page_tokens: int = 0
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_adapter_loads: int = 0
-    adapter_load_s: float = 0.0
-    num_adapter_evictions: int = 0
-    num_distinct_adapters: int = 0  # in the last step
-    max_loras: int = 0
-    running_adapters: tuple[str, ...] = ()  # names, for the gateway metric
-    waiting_adapters: tuple[str, ...] = ()
-    resident_adapters: tuple[str, ...] = ()  # digests
-    num_loading_adapters: int = 0
-    num_failed_adapters: int = 0  # whose load is not tried again yet
-    num_load_failures: int = 0
-    num_adapter_reloads: int = 0  # loads of adapters that were evicted lately
-    reload_pages: int = 0  # pages more with which nine in ten of the last of these would not have been
-    num_warm_starts: int = 0  # sequences that found their adapter in the pool
-    num_cold_starts: int = 0  # sequences that waited for a load
-    evictions_by_reason: tuple[tuple[str, int], ...] = ()  # of adapters; a fixed set of reasons
-    waiting_by_reason: tuple[tuple[str, int], ...] = ()  # sequences; a fixed set of reasons
-    num_cached_pages: int = 0  # held by cached prefixes
-    num_prefix_evictions: int = 0  # pages
-    num_prefix_tokens: int = 0  # of prompts that could have used the prefix cache
-    num_cached_tokens: int = 0  # of those, taken from it
-    sum_ranks: float = 0.0  # of the distinct adapters in the last step
-    queue_age_s: float = 0.0  # of the sequence that waits longest
 
 
 class EngineClient(Protocol):
@@ -90,5 +51,12 @@ class EngineClient(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """A snapshot for metrics."""
+        """Figures for metrics. From any thread; takes time in the number of adapters in the pool and of sequences."""
+        ...
+
+    def residency(self) -> tuple[AdapterResidence, ...]:
+        """Every adapter that the engine has in host memory or in the pool, or failed to load lately, by digest.
+
+        From any thread; takes time in their number.
+        """
         ...

@@ -111,6 +111,17 @@ class ServedBy:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the engine's time for a request went, in seconds: from its arrival to its first step, waiting for its
+    adapter included; from there to its first token; from there to its last token so far.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """One increment of an answer. `deltas` has at most one entry a sequence; `finished` is true on the last output."""
 
@@ -121,6 +132,7 @@ class RequestOutput:
     num_prompt_tokens: int
     num_output_tokens: int  # so far, over all sequences of the request
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache; the least of its sequences
+    timings: Timings = Timings()
 
 
 @dataclass(frozen=True, slots=True)

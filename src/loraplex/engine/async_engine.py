@@ -16,6 +16,7 @@ from loraplex.adapters import Adapter
 from loraplex.core import (
     AdapterComparison,
     AdapterDigest,
+    AdapterResidence,
     BaseDescription,
     ChatMessage,
     EngineDead,
@@ -93,6 +94,9 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def residency(self) -> tuple[AdapterResidence, ...]:
+        return self.engine.residency()
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Keep an adapter in host memory, ready for requests; also one that was retired. Raises AdapterRefused."""

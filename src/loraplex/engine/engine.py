@@ -12,6 +12,7 @@ from loraplex.adapters import Adapter
 from loraplex.core import (
     AdapterComparison,
     AdapterDigest,
+    AdapterResidence,
     ConfigError,
     EngineStats,
     FinishReason,
@@ -28,7 +29,7 @@ from loraplex.core import (
 )
 from loraplex.engine.adapter_shelf import AdapterShelf, load_failed
 from loraplex.engine.batch import PageBuffer
-from loraplex.engine.figures import Counters, snapshot
+from loraplex.engine.figures import Counters, residences, snapshot
 from loraplex.engine.host_arena import HostArena
 from loraplex.engine.loading import LoadedBase, Progress
 from loraplex.engine.loads import AdapterLoader
@@ -77,6 +78,7 @@ class _Started:
 
     plan: StepPlan
     drawing: tuple[SequenceId, ...]
+    num_next: int  # of these, those that draw a token after their first
     in_flight: StepInFlight
     at_s: float  # of the host's clock
 
@@ -84,8 +86,8 @@ class _Started:
 class Engine:
     """One base on one device with the adapters registered to it.
 
-    `add_adapter`, `retire_adapter`, `hold_adapter`, `release_adapter`, `set_tenant_weight`, `check` and `stats` may be
-    called from any thread; the rest belongs to the thread that steps.
+    `add_adapter`, `retire_adapter`, `hold_adapter`, `release_adapter`, `set_tenant_weight`, `check`, `stats` and
+    `residency` may be called from any thread; the rest belongs to the thread that steps.
     """
 
     def __init__(
@@ -126,8 +128,6 @@ class Engine:
         self._now = 0.0  # of the last step
         self.verifier = Verifier(self, base)
         self.on_layer: Callable[[], None] = lambda: None  # called before every layer of a step
-        self._stats = EngineStats()
-        self._snapshot()
 
     # ------------------------------------------------------------------ adapters
     def add_adapter(self, adapter: Adapter) -> None:
@@ -282,7 +282,6 @@ class Engine:
             if before is None and self.shelf.is_loading:
                 time.sleep(_LOAD_TICK_S)  # only loads are under way, and they run by themselves
         self.shelf.sweep()
-        self._snapshot()
         return results
 
     def _may_overlap(self) -> bool:
@@ -305,16 +304,18 @@ class Engine:
         )
         at_s = time.perf_counter()
         in_flight = self._runner.launch(step)
-        self._counters.count(plan, (self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks))
+        num_next = self._counters.count(plan, (self.scheduler.sequences[chunk.seq_id] for chunk in plan.chunks))
         self.scheduler.advance(plan)
-        return _Started(plan, tuple(seq.seq_id for seq in drawing), in_flight, at_s)
+        return _Started(plan, tuple(seq.seq_id for seq in drawing), num_next, in_flight, at_s)
 
     def _collect(self, started: _Started) -> list[StepResult]:
         """Wait for a step and book what it drew."""
         if self._started is started:
             self._started = None
         drawn = started.in_flight.wait()
-        began_s, self._collected_s = max(started.at_s, self._collected_s), time.perf_counter()
+        before_s, self._collected_s = self._collected_s, time.perf_counter()
+        began_s = max(started.at_s, before_s)
+        self._counters.count_tokens(len(started.plan.adapters), started.num_next, self._collected_s - before_s)
         self.scheduler.observe(started.plan, 1e3 * (self._collected_s - began_s))
         return self._commit(started.plan, dict(zip(started.drawing, drawn, strict=True)))
 
@@ -356,6 +357,8 @@ class Engine:
             if state.served_by is None:
                 load_s = self.shelf.load_s[ref.digest] if ref is not None and seq.is_cold else 0.0
                 state.served_by = ServedBy(self.base.name, self.base.fingerprint, ref, seq.is_cold, load_s)
+                state.queue_s, state.began_s = self._now - seq.arrival_s, time.perf_counter()
+                self._counters.queue_s.add(state.queue_s)
 
     def _observe(self, drawing: Iterable[Sequence], logits: Tensor) -> None:
         for row, seq in zip(logits, drawing, strict=True):
@@ -408,7 +411,7 @@ class Engine:
 
     def _flush(self, state: RequestState) -> RequestOutput | None:
         """What a request gained; None for a probe."""
-        output, request_id = self._outputs.flush(state), state.request.request_id
+        output, request_id = self._outputs.flush(state, self._collected_s), state.request.request_id
         is_probe = request_id in self._probes
         if output.finished:
             del self._requests[request_id]
@@ -427,15 +430,17 @@ class Engine:
 
     # ------------------------------------------------------------------ figures
     def _names(self, sequences: Iterable[Sequence]) -> tuple[str, ...]:
-        wanted = (seq for seq in sequences if seq.request_id not in self._probes)
-        refs = (self._owner[seq.seq_id].request.adapter for seq in wanted)
+        """Names of their adapters; `sequences` is a copy, of which some may have ended."""
+        states = (self._owner.get(seq.seq_id) for seq in sequences if seq.request_id not in self._probes)
+        refs = (state.request.adapter for state in states if state is not None)
         return tuple(sorted({ref.name for ref in refs if ref is not None}))
 
-    def _snapshot(self) -> None:
-        scheduler = self.scheduler
-        names = self._names(scheduler.running), self._names(scheduler.waiting)
-        self._stats = snapshot(scheduler, self._counters, *names, self._now)
-
     def stats(self) -> EngineStats:
-        """Counters and gauges as of the end of the last step."""
-        return self._stats
+        """Counters and gauges as of now, made for whoever asks."""
+        scheduler = self.scheduler
+        names = self._names(tuple(scheduler.running)), self._names(tuple(scheduler.waiting))
+        return snapshot(scheduler, self._counters, *names, self._now)
+
+    def residency(self) -> tuple[AdapterResidence, ...]:
+        """Where every adapter is that the engine knows, by digest."""
+        return residences(self.scheduler, self.shelf.packed.copy(), self._now)

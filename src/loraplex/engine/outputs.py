@@ -13,6 +13,7 @@ from loraplex.core import (
     SequenceDelta,
     SequenceId,
     ServedBy,
+    Timings,
     TokenLogprob,
     TopLogprob,
 )
@@ -40,7 +41,10 @@ class _SequenceText:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request while it runs. `served_by` is set by the first step that runs it."""
+    """One request while it runs. `served_by`, `queue_s` and `began_s` are set by the first step that runs it.
+
+    Times are in seconds of one clock of the engine's choice.
+    """
 
     request: Request
     sequences: dict[SequenceId, _SequenceText]
@@ -48,6 +52,9 @@ class RequestState:
     num_output_tokens: int = 0
     num_cached_tokens: int | None = None  # the least that any of its sequences took from the prefix cache
     pending: list[SequenceDelta] = field(default_factory=list)
+    queue_s: float = 0.0
+    began_s: float = 0.0
+    first_token_s: float | None = None
 
     @property
     def is_done(self) -> bool:
@@ -106,9 +113,11 @@ class OutputProcessor:
         assert sampled.logprob is not None
         return TokenLogprob(sampled.token_id, describe(sampled.token_id), sampled.logprob, top)
 
-    def flush(self, state: RequestState) -> RequestOutput:
-        """What the request gained since the last flush."""
+    def flush(self, state: RequestState, now_s: float) -> RequestOutput:
+        """What the request gained since the last flush, by a step whose tokens came at `now_s`."""
         assert state.served_by is not None, "output before any step ran the request"
+        if state.first_token_s is None:
+            state.first_token_s = now_s
         deltas, state.pending = tuple(state.pending), []
         return RequestOutput(
             request_id=state.request.request_id,
@@ -118,4 +127,5 @@ class OutputProcessor:
             num_prompt_tokens=len(state.request.prompt_token_ids),
             num_output_tokens=state.num_output_tokens,
             num_cached_tokens=state.num_cached_tokens or 0,
+            timings=Timings(state.queue_s, state.first_token_s - state.began_s, now_s - state.first_token_s),
         )

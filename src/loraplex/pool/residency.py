@@ -1,5 +1,7 @@
 """Which adapters are in the pool. Residency is a cache: idle adapters stay until their pages are wanted."""
 
+import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -64,7 +66,8 @@ class _Placed:
         self.used_s = now
 
     def popularity_at(self, now: float) -> float:
-        return self.popularity * 2.0 ** (-max(0.0, now - self.used_s) / HALF_LIFE_S)
+        age_s = max(0.0, now - self.used_s)
+        return self.popularity * math.pow(0.5, age_s / HALF_LIFE_S)
 
 
 class AdapterResidency:
@@ -139,6 +142,12 @@ class AdapterResidency:
     def num_failed(self, now: float) -> int:
         """Adapters whose load may not be tried now."""
         return sum(now < until for until in self._failed.copy().values())
+
+    def most_popular(self, num_adapters: int, now: float) -> list[tuple[AdapterDigest, float]]:
+        """The adapters in the pool that were started most lately, with their popularity, the most popular first."""
+        placed = self._placed.copy().items()
+        used = [(one.popularity_at(now), digest) for digest, one in placed if one.popularity]
+        return [(digest, popularity) for popularity, digest in heapq.nlargest(num_adapters, used)]
 
     def placements(self, now: float) -> dict[AdapterDigest, Placement]:
         """Every adapter that has pages, and those whose load has failed and may not be tried now."""

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from loraplex.adapters import Adapter
 from loraplex.core import (
     AdapterDigest,
     AdapterRef,
+    AdapterResidence,
+    AdapterUse,
     BaseDescription,
     BaseFingerprint,
     ChatMessage,
@@ -33,10 +36,13 @@ from loraplex.core import (
     SamplingParams,
     SequenceDelta,
     ServedBy,
+    Timings,
     TokenLogprob,
     TopLogprob,
 )
 from loraplex.core.comparison import AdapterComparison
+from loraplex.core.figures import NUM_POPULAR_ADAPTERS
+from loraplex.core.host_memory import HostMemoryFull
 
 BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 258
@@ -129,11 +135,13 @@ class FakeEngine:
     """Implements `EngineClient`. The fields set its behaviour and may be changed at any time.
 
     `error` is raised by requests after `error_after` outputs. `max_running` refuses more requests with Overloaded.
-    A request whose deadline has passed after a step fails. `cached_tokens` of each prompt count as taken from a cache.
+    A request whose deadline has passed after a step fails. `cached_tokens` of each prompt count as taken from a cache,
+    and `timings` are those of every output.
     `serve_other` makes it claim to have run these weights, whatever was asked. `delay_s` is the time of one step.
 
     With `only_held` requests for adapters that `add_adapter` did not bring are ModelNotFound. `comparison` is what
-    `compare` answers, or raises; `compare_s` is how long it blocks.
+    `compare` answers, or raises; `compare_s` is how long it blocks. It holds at most `max_held` adapters. `stored` are
+    those that `restore_adapter` finds.
     """
 
     base_name: str = "fake-base"
@@ -146,9 +154,11 @@ class FakeEngine:
     cold: bool = False
     load_s: float = 0.0
     cached_tokens: int = 0
+    timings: Timings = field(default_factory=Timings)
     serve_other: AdapterRef | None = None
     started: list[Request] = field(default_factory=list)
     cancelled: list[RequestId] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
     running: dict[RequestId, Request] = field(default_factory=dict)
     peak_running: int = 0
     num_steps: int = 0
@@ -157,6 +167,9 @@ class FakeEngine:
     only_held: bool = False
     held: dict[AdapterDigest, Adapter] = field(default_factory=dict)
     retired: list[AdapterDigest] = field(default_factory=list)
+    max_held: int | None = None
+    keeps_packed: bool = False
+    stored: dict[AdapterDigest, Adapter] = field(default_factory=dict)
     compared: list[AdapterDigest] = field(default_factory=list)
     comparison: AdapterComparison | Exception = _PASSED
     compare_s: float = 0.0
@@ -239,12 +252,33 @@ class FakeEngine:
             self.num_steps, self.num_output_tokens = self.num_steps + 1, self.num_output_tokens + len(deltas)
             finished = all(sequence.finish_reason for sequence in sequences)
             cached = min(self.cached_tokens, num_prompt)
-            yield RequestOutput(request.request_id, served, deltas, finished, num_prompt, num_tokens, cached)
+            yield RequestOutput(
+                request.request_id, served, deltas, finished, num_prompt, num_tokens, cached, self.timings
+            )
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Put it into `held`."""
         with self._lock:
+            if self.max_held is not None and adapter.digest not in self.held and len(self.held) >= self.max_held:
+                raise HostMemoryFull(f"{self.max_held} adapters are held.", 1)
             self.held[adapter.digest] = adapter
+
+    def restore_adapter(self, digest: AdapterDigest) -> bool:
+        """Put it into `held` if it is in `stored`."""
+        adapter = self.stored.get(digest)
+        if adapter is not None:
+            self.add_adapter(adapter)
+        return adapter is not None
+
+    def store_adapter(self, digest: AdapterDigest) -> None:
+        """Put it into `stored`, with `keeps_packed`."""
+        with self._lock:
+            if self.keeps_packed:
+                self.stored[digest] = self.held[digest]
+
+    def set_tenant_weight(self, tenant: str, weight: float) -> None:
+        """Note it in `weights`."""
+        self.weights[tenant] = weight
 
     def retire_adapter(self, digest: AdapterDigest) -> None:
         """Take it out of `held`."""
@@ -276,4 +310,18 @@ class FakeEngine:
             max_loras=8,
             running_adapters=tuple(sorted(adapters)),
             resident_adapters=tuple(sorted(adapters.values())),
+            popular_adapters=tuple(
+                AdapterUse(item.digest, item.popularity, item.num_running)
+                for item in self.residency()[:NUM_POPULAR_ADAPTERS]
+            ),
+        )
+
+    def residency(self) -> tuple[AdapterResidence, ...]:
+        """Adapters that are held or run, as if all of them were in the pool, a page each."""
+        running = Counter(request.adapter.digest for request in self.running.values() if request.adapter)
+        with self._lock:
+            held = self.held.copy()
+        return tuple(
+            AdapterResidence(digest, "resident", digest in held, 1, 4096, running[digest], 1.0 + running[digest], 0.0)
+            for digest in sorted(held.keys() | running.keys())
         )
