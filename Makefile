@@ -60,17 +60,21 @@ test-gpu-sanitize:  ## Run a few GPU tests under compute-sanitizer
 SANITIZED := tests/kernels/test_gpu_glue.py tests/kernels/test_gpu_sampling.py tests/kernels/test_gpu_lora.py \
 	tests/kernels/test_gpu_prefill.py tests/kernels/test_gpu_attention.py -k "not graph"
 
-bench-gpu:  ## Measure on one GPU: kernels, decode tax, mixed ranks, offline; then the summary
+bench-gpu:  ## Measure on one GPU: kernels, decode tax, mixed ranks, offline, cold loads, S-LoRA's table; then the summary
 	$(PYTHON_GPU) bench/bench_lora_kernels.py --out bench/results/h200_lora_kernels_$$(date +%F).json
 	$(PYTHON_GPU) bench/bench_decode_tax.py
 	$(PYTHON_GPU) bench/bench_mixed_ranks.py
 	$(PYTHON_GPU) bench/bench_offline.py
+	$(PYTHON_GPU) bench/bench_cold_loads.py
+	$(PYTHON_GPU) bench/bench_slora.py
 	$(PYTHON_GPU) bench/make_h200_summary.py
 
 bench-gpu-try: venv  ## Run the GPU benchmarks of the engine on a tiny base on the CPU: no figures
 	$(BIN)/python bench/bench_decode_tax.py --tiny --batch 8 --output-len 8 --repeats 1
 	$(BIN)/python bench/bench_mixed_ranks.py --tiny --batch 8 --output-len 8 --repeats 1
 	$(BIN)/python bench/bench_offline.py --tiny --batch 8 --output-len 8 --repeats 1
+	$(BIN)/python bench/bench_cold_loads.py --tiny
+	$(BIN)/python bench/bench_slora.py --tiny
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

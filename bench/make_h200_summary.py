@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-NAMES = ("lora_kernels", "decode_tax", "mixed_ranks", "offline")
+NAMES = ("lora_kernels", "decode_tax", "mixed_ranks", "offline", "cold_loads", "slora")
 Json = Mapping[str, Any]
 
 
@@ -75,9 +75,47 @@ def _figures(results: Mapping[str, Json]) -> dict[str, Any]:
     }
 
 
+def _load_figures(result: Json | None) -> dict[str, Any]:
+    """What cold adapters cost their own requests and the others, of the exponent of Zipf's law that was run first."""
+    arrivals = next((_section(result, name) for name in result or () if name.startswith("arrivals_zipf")), {})
+    ahead, synchronous = (arrivals.get("over_resident", {}).get(name, {}) for name in ("ahead", "synchronous"))
+    probes, decode = _section(result, "probes"), _section(result, "decode")
+    differences = ("p50_ms", "p99_ms", "mean_ms")
+
+    def first_token(over: Json) -> dict[str, float]:
+        return {key: over["cold"][key] for key in differences if key in over.get("cold", {})}
+
+    return {
+        "cold_ttft_ms": first_token(ahead),
+        "cold_ttft_ms_synchronous": first_token(synchronous),
+        "cold_ttft_ms_beside": {
+            name: {key: one[key] for key in differences} for name, one in probes.get("beside", {}).items()
+        },
+        "latency_over_resident": {
+            name: over["latency_over_resident"] for name, over in arrivals.get("over_resident", {}).items()
+        },
+        "hit_rate": arrivals.get("runs", {}).get("ahead", {}).get("hit_rate"),
+        "tpot_under_loads": decode.get("tpot_p99_over"),
+        "tokens_apart_under_loads": decode.get("between_tokens_p99_over"),
+        "loads_s": {name: one["loads_s"] for name, one in decode.get("beside", {}).items()},
+    }
+
+
+def _slora_figures(result: Json | None) -> dict[str, Any]:
+    """S-LoRA's table by run."""
+    cases = {name: _section(result, name) for name in result or ()}
+    cases = {name: one for name, one in cases.items() if "req_s" in one and "setting" in one}
+    return {
+        "slora_rps": {name: one["req_s"] for name, one in cases.items()},
+        "slora_ttft_ms": {name: one["first_token_ms"]["mean"] for name, one in cases.items() if one["mode"] == "rate"},
+        "slora_attainment": {name: one["attainment"] for name, one in cases.items() if "attainment" in one},
+        "slora_over_fewest": (result or {}).get("over_fewest"),
+    }
+
+
 def make_summary(results: Mapping[str, Json]) -> dict[str, Any]:
     """The summary of results by name of the benchmark; `missing` lists the figures that none of them has."""
-    figures = _figures(results)
+    figures = _figures(results) | _load_figures(results.get("cold_loads")) | _slora_figures(results.get("slora"))
     main = results.get("decode_tax") or next(iter(results.values()))
     return {
         **{name: value for name, value in figures.items() if value not in (None, {})},

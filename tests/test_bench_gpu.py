@@ -206,7 +206,19 @@ def write_results(folder: Path) -> None:
         "over_base": {"a": {"1": 1.2, "64": 1.5}, "b": {"1": 1.1, "64": 1.4}},
     }
     mixes = {"mixes": {"rank_unit_us": 1.5, "rank_fit_r2": 0.99}, "pair": {}}
-    for name, content in (("decode_tax", decode), ("lora_kernels", kernels), ("mixed_ranks", mixes)):
+    difference = {"count": 40, "p50_ms": 1.5, "p99_ms": 4.0, "mean_ms": 1.6, "paired_p50_ms": 1.4}
+    loads = {
+        "arrivals_zipf_1": {
+            "runs": {"ahead": {"hit_rate": 0.8}},
+            "over_resident": {"ahead": {"cold": difference, "latency_over_resident": 1.01}},
+        },
+        "probes": {"beside": {"0": difference}},
+        "decode": {"error": "RuntimeError: x"},
+    }
+    case = {"setting": "S1", "mode": "rate", "adapters": 5, "req_s": 9.9, "first_token_ms": {"mean": 40.0}}
+    table = {"S1, 5 adapters, rate": case | {"attainment": {"6 s": 1.0}}, "over_fewest": {}}
+    results = {"decode_tax": decode, "lora_kernels": kernels, "mixed_ranks": mixes, "cold_loads": loads, "slora": table}
+    for name, content in results.items():
         (folder / f"h200_{name}_2030-01-02.json").write_text(json.dumps(origin | content))
     (folder / "h200_decode_tax_2029-12-31.json").write_text(json.dumps(origin | {"date": "2029-12-31"}))
 
@@ -225,6 +237,10 @@ def test_summary_joins_the_newest_results_and_names_what_is_missing(
     assert (made["rank_unit_us"], made["rank_fit_r2"], made["resident_adapters"]) == (1.5, 0.99, 900)
     assert (made["rel_err"], made["startup_s"]) == (0.009, 30.0)
     assert "prefill_over_base" in made["missing"] and "offline_output_tok_s" in made["missing"]
+    assert made["cold_ttft_ms"] == {"p50_ms": 1.5, "p99_ms": 4.0, "mean_ms": 1.6} == made["cold_ttft_ms_beside"]["0"]
+    assert made["latency_over_resident"] == {"ahead": 1.01} and made["hit_rate"] == 0.8
+    assert made["slora_rps"] == {"S1, 5 adapters, rate": 9.9}
+    assert "tpot_under_loads" in made["missing"] and "cold_ttft_ms_synchronous" in made["missing"]
     assert made["sources"]["decode_tax"] == "h200_decode_tax_2030-01-02.json"
     assert made["commit"] == "abc" and made["versions"] == {"torch": "9"}
     assert "rank_unit_us" in capsys.readouterr().out
