@@ -78,7 +78,7 @@ class AdapterCap:
         self.most_pages = 0
 
     def __call__(self, now_s: float) -> None:
-        num_pages = self._engine.stats().num_adapter_pages
+        num_pages = self._engine.scheduler.residency.num_pages
         self.most_pages = max(self.most_pages, num_pages)
         if self._num_pages is not None and num_pages > self._num_pages:
             self._evict(num_pages - self._num_pages)
