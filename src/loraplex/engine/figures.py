@@ -4,7 +4,6 @@
 A step itself pays for what it counts alone, however many adapters there are and however many sequences wait.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,7 +65,7 @@ def snapshot(
     scheduler: Scheduler, counters: Counters, running: tuple[str, ...], waiting: tuple[str, ...], now: float
 ) -> EngineStats:
     """Figures as of now. `running` and `waiting` are adapters' names."""
-    reasons = Counter(seq.wait for seq in tuple(scheduler.waiting))
+    reasons = scheduler.waiting.num_by_reason()
     oldest = next(iter(scheduler.waiting), None)
     return replace(
         _adapter_figures(scheduler, now),
@@ -79,13 +78,13 @@ def snapshot(
         max_loras=scheduler.config.max_loras,
         running_adapters=running,
         waiting_adapters=waiting,
-        num_warm_starts=scheduler.num_warm_starts,
-        num_cold_starts=scheduler.num_cold_starts,
+        num_warm_starts=scheduler.starts.num_warm,
+        num_cold_starts=scheduler.starts.num_cold,
         waiting_by_reason=tuple((reason.value, reasons[reason]) for reason in WaitReason),
         num_cached_pages=scheduler.cache.num_pages,
         num_prefix_evictions=scheduler.cache.num_evictions,
-        num_prefix_tokens=scheduler.num_prompt_tokens,
-        num_cached_tokens=scheduler.num_cached_tokens,
+        num_prefix_tokens=scheduler.starts.num_prompt_tokens,
+        num_cached_tokens=scheduler.starts.num_cached_tokens,
         queue_age_s=max(0.0, now - oldest.arrival_s) if oldest is not None else 0.0,
         **_counted(counters, is_running=bool(scheduler.running)),
     )
