@@ -28,11 +28,15 @@ def make_scheduler(num_pages: int = 64, page_tokens: int = 4, **config: Any) -> 
 
 
 def make_request(
-    prompt: int | Iterable[int] = 4, adapter: AdapterDigest | None = None, name: str = "r", **params: Any
+    prompt: int | Iterable[int] = 4,
+    adapter: AdapterDigest | None = None,
+    name: str = "r",
+    priority: int = 0,
+    **params: Any,
 ) -> Request:
     tokens = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else tuple(prompt)
     ref = AdapterRef(adapter[:1], 1, adapter) if adapter else None
-    return Request(RequestId(name), tokens, SamplingParams(**params), ref)
+    return Request(RequestId(name), tokens, SamplingParams(**params), ref, priority=priority)
 
 
 def next_token(token_ids: Iterable[int], adapter: AdapterDigest | None) -> int:
@@ -160,34 +164,43 @@ class Driver:
         admitted = [seq for seq in waiting if seq.status is SequenceStatus.RUNNING]
         assert len(preempted) == plan.num_preempted
         for seq in preempted:
-            assert all(_age(other) < _age(seq) for other in now_running), "not the youngest was preempted"
+            assert all(self._rank(other, running) < self._rank(seq, running) for other in now_running), (
+                "another than the youngest of the lowest priority was preempted"
+            )
         assert not (preempted and admitted)
         scheduled = {chunk.seq_id for chunk in plan.chunks}
         assert all(seq.seq_id in scheduled for seq in admitted)
         decoding = [seq for seq in now_running if seq.num_tokens - seq.num_computed == 1]
         assert all(seq.seq_id in scheduled for seq in decoding), "a decoding sequence missed a step"
-        self._check_overtaking(admitted)
+        self._check_overtaking(admitted, waiting)
 
-    def _check_overtaking(self, admitted: list[Sequence]) -> None:
+    def _rank(self, seq: Sequence, among: list[Sequence]) -> tuple[int, float, int]:
+        """Priority, then age; who is old enough counts as of the highest priority."""
+        is_old = self.now - seq.arrival_s >= self.scheduler.config.aging_s
+        return (-max(other.priority for other in among) if is_old else -seq.priority, *_age(seq))
+
+    def _check_overtaking(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
         """Only one that waits for an adapter's turn is passed over, and after its patience by the base alone."""
         config = self.scheduler.config
         active = {seq.adapter for seq in self.scheduler.running} - {None}
         for seq in admitted:
             assert seq.blocked_since_s is None
             self.overtaken_since.pop(seq.seq_id, None)
-        for seq in self.scheduler.waiting:
-            younger = [other for other in admitted if _age(seq) < _age(other)]
-            if not younger:
+        rank = {seq.seq_id: self._rank(seq, waiting) for seq in waiting}
+        for seq in self.scheduler.waiting if admitted else ():
+            behind = [other for other in admitted if rank[seq.seq_id] < rank[other.seq_id]]
+            if not behind:
                 continue
             assert seq.adapter is not None
             assert len(active) == config.max_loras
             if seq.adapter in active:  # an aged one in front keeps it from holding its slot longer
-                assert any(_age(other) < _age(seq) and other.adapter not in active for other in self.scheduler.waiting)
+                in_front = [other for other in self.scheduler.waiting if rank[other.seq_id] < rank[seq.seq_id]]
+                assert any(other.adapter not in active for other in in_front)
                 is_aged = True
             else:
                 first = self.overtaken_since.setdefault(seq.seq_id, self.now)
                 is_aged = self.now - first >= config.adapter_patience_s
-            assert not is_aged or all(other.adapter is None for other in younger)
+            assert not is_aged or all(other.adapter is None for other in behind)
 
     # ------------------------------------------------------------------ the device
     def _load(self, plan: StepPlan, resident: set[AdapterDigest]) -> None:

@@ -103,6 +103,7 @@ requests = st.builds(
     stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
     min_tokens=st.sampled_from([0, 0, 1, 3]),
     n=st.sampled_from([1, 1, 1, 2]),
+    priority=st.sampled_from([0, 0, 0, 1, 2]),
 )
 
 
@@ -117,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 8),
         max_loras=st.integers(1, 3),
         patience_s=st.sampled_from([0.0, 0.5, 3.0]),
+        aging_s=st.sampled_from([0.0, 2.0, 10.0]),
     )
     def start(
         self,
@@ -127,6 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_tokens: int,
         max_loras: int,
         patience_s: float,
+        aging_s: float,
     ) -> None:
         self.world = World(
             num_pages,
@@ -136,6 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_step_tokens=max_num_seqs + spare_tokens,
             max_loras=max_loras,
             adapter_patience_s=patience_s,
+            aging_s=aging_s,
         )
 
     @rule(request=requests, seconds=st.sampled_from([0.0, 0.3]))
@@ -187,7 +191,8 @@ def random_request(rng: random.Random) -> Request:
     adapter: AdapterDigest | None = rng.choice([None, A, B, C, D])
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
     stops = [rng.randrange(VOCAB_SIZE)] if rng.random() < 0.3 else []
-    return make_request(prompt, adapter, max_tokens=rng.randint(1, 16), stop_token_ids=stops, n=rng.randint(1, 2))
+    length, n, priority = rng.randint(1, 16), rng.randint(1, 2), rng.choice((0, 0, 1))
+    return make_request(prompt, adapter, max_tokens=length, stop_token_ids=stops, n=n, priority=priority)
 
 
 def walk(seed: int, num_steps: int) -> World:

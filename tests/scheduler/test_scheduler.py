@@ -306,6 +306,43 @@ def test_youngest_is_preempted_and_nobody_admitted_in_that_step() -> None:
     assert (driver.scheduler.num_preemptions, driver.scheduler.waiting[0].num_preemptions) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("priorities", "victim"),
+    [((1, 0, 1), 1), ((0, 1, 1), 0), ((0, 0, 1), 1), ((1, 1, 1), 2), ((0, 1, 2), 0)],
+)
+def test_lowest_priority_is_preempted_first_then_the_youngest(priorities: tuple[int, ...], victim: int) -> None:
+    driver = make_driver(num_pages=8, max_step_tokens=24)
+    seqs = [driver.add_one(7, None, max_tokens=6, ignore_eos=True, priority=priority) for priority in priorities]
+    for _ in range(3):
+        driver.step()
+    assert [seq.num_preemptions for seq in seqs] == [seq_id == victim for seq_id in range(3)]
+    driver.drain()
+
+
+def test_preemption_takes_who_came_long_ago_for_one_of_the_highest_priority() -> None:
+    driver = make_driver(num_pages=8, max_step_tokens=24, aging_s=2.0)
+    old = driver.add_one(7, None, max_tokens=6, ignore_eos=True)
+    driver.now = 1.0
+    young = [driver.add_one(7, None, max_tokens=6, ignore_eos=True, priority=1) for _ in range(2)]
+    for _ in range(3):
+        driver.step()
+    assert [seq.num_preemptions for seq in (old, *young)] == [0, 0, 1]
+
+
+def test_low_priority_ends_while_higher_ones_arrive_without_end() -> None:
+    """It is preempted again and again until it counts as of their priority; then it is the oldest."""
+    driver = make_driver(num_pages=8, max_step_tokens=24, aging_s=6.0)
+    low = driver.add_one(7, None, max_tokens=8, ignore_eos=True)
+    for _ in range(60):
+        if low.finish_reason is not None:
+            break
+        if len(driver.scheduler.sequences) < 5:
+            driver.add_one(7, None, max_tokens=6, ignore_eos=True, priority=1)
+        driver.step()
+    assert low.finish_reason is FinishReason.LENGTH
+    assert low.num_preemptions > 0
+
+
 def test_preempted_sequence_is_recomputed_from_its_start_to_the_same_tokens() -> None:
     driver = preempting_driver()
     third = driver.scheduler.sequences[SequenceId(2)]

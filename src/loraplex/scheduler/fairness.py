@@ -162,3 +162,14 @@ def _runs(queue: WaitingQueue, top: int, now: float, aging_s: float) -> Iterator
             yield top, seqs[:num_aged]
         if num_aged < len(seqs):
             yield priority, seqs[num_aged:]
+
+
+def by_priority(running: Sequence[SequenceState], now: float, aging_s: float) -> list[SequenceState]:
+    """Running sequences, given in order of age: the highest priority first, then the oldest.
+
+    Who came `aging_s` ago counts as of the highest priority that runs, as in the queue.
+    """
+    if len({seq.priority for seq in running}) < 2:
+        return list(running)
+    top = max(seq.priority for seq in running)
+    return sorted(running, key=lambda seq: -top if now - seq.arrival_s >= aging_s else -seq.priority)

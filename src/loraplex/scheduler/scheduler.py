@@ -5,7 +5,8 @@ Between the last two the next step may be planned, with tokens not known yet; st
 One token budget serves prefill and decode: a step gives each running sequence its next tokens, one where the prompt is
 done, a chunk of the prompt where it is not. Who waits starts in the order of `fairness.in_turn`; with one tenant and
 one priority that is first come, first served. When pages run out, idle adapters and cached prefixes go first, then the
-youngest running sequence is preempted and later recomputed; the oldest always proceeds, so every request ends.
+last running sequence in the order of `fairness.by_priority` is preempted and later recomputed: the youngest of the
+lowest priority. The first always proceeds, so every request ends.
 
 A sequence whose adapter would be one too many, by number or by ranks, is passed over. Once its patience has ended it is
 `aged`: none behind it starts on an adapter that runs, so no slot is held any longer than by those that hold it now. The
@@ -37,6 +38,7 @@ from loraplex.pool import (
 from loraplex.scheduler.admission import Admission, Parts, Pass, next_chunk
 from loraplex.scheduler.config import SchedulerConfig
 from loraplex.scheduler.cost import Calibrator
+from loraplex.scheduler.fairness import by_priority
 from loraplex.scheduler.invariants import check_pages, check_sequences
 from loraplex.scheduler.limits import StartRate, longest_length
 from loraplex.scheduler.loads import LoadAhead
@@ -207,7 +209,7 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         if not self.config.load_ahead:
             self.waiting.look(self.residency.is_resident)
-        budget = self._schedule_running(chunks)
+        budget = self._schedule_running(chunks, now)
         if self.num_preemptions != before:
             budget = 0  # nobody starts on pages that others had to give
         active = {seq.adapter: seq.adapter_rank for seq in self.running if seq.adapter is not None}
@@ -280,11 +282,12 @@ class Scheduler:
                 self._end(seq, reason)
         return tuple(committed)
 
-    def _schedule_running(self, chunks: list[ScheduledChunk]) -> int:
-        """Next tokens of the running sequences, oldest first; the tokens left in the budget."""
+    def _schedule_running(self, chunks: list[ScheduledChunk], now: float) -> int:
+        """Next tokens of the running sequences, by priority and age; the tokens left in the budget."""
         budget, page_tokens = self.config.max_step_tokens, self.geometry.page_tokens
+        order = by_priority(self.running, now, self.config.aging_s)
         decodes, prefills = [], []
-        for seq in self.running:
+        for seq in order:
             missing = len(seq.token_ids) - seq.num_computed
             if missing == 1:
                 decodes.append(seq)
@@ -297,19 +300,19 @@ class Scheduler:
             if num_tokens >= seq.max_len:
                 continue  # its last token is being drawn
             if seq.status is not SequenceStatus.RUNNING:
-                continue  # preempted by an older one
-            if num_tokens > len(seq.pages) * page_tokens and not self._grow(seq):
+                continue  # preempted by one before it
+            if num_tokens > len(seq.pages) * page_tokens and not self._grow(seq, order):
                 continue  # preempted for itself
             chunk = next_chunk(seq, budget)
             chunks.append(chunk)
             budget -= chunk.num_tokens
         return budget
 
-    def _grow(self, seq: Sequence) -> bool:
-        """Get pages for all its tokens, preempting the youngest until they are there; False if that is itself.
+    def _grow(self, seq: Sequence, order: list[Sequence]) -> bool:
+        """Get pages for all its tokens, preempting the last in `order` until they are there; False if that is itself.
 
-        Only decodes grow, oldest first, and a prompt's pages are all there from its start. So a victim, which is
-        younger, has no chunk in this step yet.
+        Only decodes grow, in this order, and a prompt's pages are all there from its start. So a victim, which is
+        behind, has no chunk in this step yet.
         """
         assert seq.lease is not None
         missing = self.geometry.pages_for_tokens(seq.num_tokens) - len(seq.pages)
@@ -319,7 +322,7 @@ class Scheduler:
                 assert extended, "make_room promised the pages"
                 seq.pages += seq.lease.pages[-missing:]
                 return True
-            victim = self.running[-1]
+            victim = order.pop()
             self._preempt(victim)
             if victim is seq:
                 return False
