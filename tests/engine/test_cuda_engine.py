@@ -61,7 +61,7 @@ def make_harness(served: Served, **settings: Any) -> tuple[Harness, list[Adapter
 def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways that steps with prompts are run."""
     if request.param == "prompts launch by launch":
-        monkeypatch.setattr("loraplex.engine.cuda_runner._PROMPT_TOKENS", 0)
+        monkeypatch.setattr("loraplex.engine.cuda_runner._PROMPT_TOKENS", (0, 0))
 
 
 @pytest.mark.usefixtures("prompts")

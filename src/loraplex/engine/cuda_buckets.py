@@ -15,6 +15,13 @@ def _decode_rows(max_seqs: int) -> list[int]:
     return [rows for rows in buckets if rows < max_seqs] + [max_seqs]
 
 
+def choose_programs(longest: int, *, several: bool) -> int:
+    """Programs along a list of `longest` items: the best there is a number for."""
+    if several:
+        return next((count for count, limit in _SEVERAL_PROGRAMS if longest <= limit), _SEVERAL_PROGRAMS[-1][0])
+    return next((count for count in _PROGRAM_BUCKETS if longest <= count), _PROGRAM_BUCKETS[-1])
+
+
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     """What a graph is captured for. `programs` 0 has no adapters; `several`: adapters of several chunks of ranks."""
@@ -79,8 +86,6 @@ class GraphBuckets:
         rows = self.rows(num_rows)
         if not longest:
             return GraphKey(rows)
-        wanted, buckets = longest, self.programs(rows)
-        if several:
-            wanted = next((count for count, limit in _SEVERAL_PROGRAMS if longest <= limit), _SEVERAL_PROGRAMS[-1][0])
-            buckets = self.several(rows)
+        buckets = self.several(rows) if several else self.programs(rows)
+        wanted = choose_programs(longest, several=several)
         return GraphKey(rows, buckets[min(bisect_left(buckets, wanted), len(buckets) - 1)], several)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from loraplex.core import AdapterDigest, PageId, RequestId, SamplingParams, SequenceId
 from loraplex.engine.batch import BatchBuilder, PageBuffer
+from loraplex.engine.cuda_adapters import MAX_ITEMS, DecodeAdapters, PromptAdapters
 from loraplex.engine.cuda_buckets import GraphBuckets, GraphKey
-from loraplex.engine.cuda_prefill import PrefillAdapters
 from loraplex.engine.cuda_tables import StepTables
 from loraplex.engine.host_arena import HostPages
 from loraplex.engine.runner import CopiesInFlight, LoadMark, Step, StepDone, StepInFlight
@@ -31,10 +31,8 @@ from loraplex.kernels.gpu import (
     WARM_CHUNKS,
     BoundLora,
     BoundPrefill,
-    WorkItems,
     count_blocks,
     partial_sums,
-    plan_items,
 )
 from loraplex.kernels.gpu.attention import PagedAttention
 from loraplex.kernels.gpu.decode_attention import DecodeAttention
@@ -45,8 +43,9 @@ from loraplex.model import Decoder, DeviceBatch, Sampled, SamplingRow, draw_on_d
 from loraplex.scheduler import ScheduledChunk, StepPlan
 from loraplex.scheduler import Sequence as SequenceState
 
-MAX_ITEMS = 4096  # of a list in a graph, 256 rows of as many adapters of rank 256; longer ones run as prompts do
-_PROMPT_TOKENS = 2**17  # that rows of prompts attend to in a graph's step, each counted: 3 ms of an 8B model
+# Tokens that rows of prompts attend to in a graph's step, each row counted, without adapters and with: 3 and 12 ms of
+# an 8B model. Launching the step takes the host as long, and longer with adapters.
+_PROMPT_TOKENS = (2**15, 2**17)
 _RESULTS = 3  # steps whose results may be unread at once, and one more
 _Progress = Callable[[int, int], None]
 
@@ -63,25 +62,6 @@ class _InFlight:
         self.event.synchronize()
         values = self.result.tolist()
         return [Sampled(max(values[i], 0), is_finite=values[i] >= 0) for i in self.places]
-
-
-class _Adapters:
-    """Work lists of the adapters of a decoding step, sent again only when the mix or its rows change."""
-
-    def __init__(self, num_sites: int, max_rows: int, align: int, device: torch.device) -> None:
-        self._host = WorkItems.empty(num_sites, MAX_ITEMS, max_rows, pin_memory=True, align=align)
-        self.items = WorkItems.empty(num_sites, MAX_ITEMS, max_rows, device, align=align)
-        self._sent: tuple[object, ...] | None = None
-        self._longest = 0
-
-    def send(self, batch: LoraBatch, plan: StepPlan, num_rows: int) -> int:
-        """Bring the lists of a step to the device. The longest one's length."""
-        mix = (plan.adapters, batch.seg_start.tolist(), batch.seg_slot.tolist())
-        if mix != self._sent:
-            self._longest = plan_items(batch, num_rows, DECODE_ROWS, self._host)
-            self.items.copy_(self._host, self._longest)
-            self._sent = mix
-        return self._longest
 
 
 def _prompt_tokens(plan: StepPlan) -> int:
@@ -120,7 +100,7 @@ class CudaRunner:
                 self._tables.device("kv_pages"),
                 geometry.page_tokens,
                 max_rows,
-                geometry.num_pages * geometry.page_tokens + _PROMPT_TOKENS,
+                geometry.num_pages * geometry.page_tokens + max(_PROMPT_TOKENS),
             )
             self._tokens = torch.zeros(decoder.max_rows, dtype=torch.int64, device=device)
             self._logits = torch.zeros(max_seqs, decoder.config.vocab_size, dtype=torch.float32, device=device)
@@ -142,10 +122,12 @@ class CudaRunner:
         for sites in linears[0]:
             dims |= {size for site in sites for size in (site.d_in, site.d_out)}
         align = 8 if all(size % 8 == 0 for size in dims) else 1
-        self._decode_lora = _Adapters(num_sites, self._buckets.max_rows, align, decoder.device)
-        self._prefill_lora = PrefillAdapters(self._buffer.flat, linears[0], num_sites, align)
         size = partial_sums(linears[0], MAX_ITEMS, DECODE_ROWS)
         self._part = torch.empty(size, dtype=torch.float32, device=decoder.device)
+        self._decode_lora = DecodeAdapters(num_sites, self._buckets.max_rows, align, decoder.device)
+        self._prompt_lora = PromptAdapters(
+            self._buffer.flat, linears[0], num_sites, decoder.max_rows, align, self._part
+        )
 
     # ------------------------------------------------------------------ capture
     def capture(self, progress: _Progress | None = None, *, in_graphs: bool = True) -> None:
@@ -166,6 +148,8 @@ class CudaRunner:
 
     def _warm_prompts(self, chunks: int) -> None:
         """Run a step of a prompt, so that what it needs is compiled: with an adapter of that many chunks, or none.
+
+        Its first row stands for a decoding one, whose adapter has a list of its own.
 
         Its tokens go to page 0, which nobody holds yet.
         """
@@ -188,14 +172,14 @@ class CudaRunner:
         self._stream.synchronize()
 
     def _zero_adapter(self, num_rows: int, chunks: int) -> LoraBatch:
-        """An adapter of full chunks that all lie at the pool's start."""
+        """An adapter of full chunks that all lie at the pool's start, for the first row, and for those after it."""
         num_sites = self._decode_lora.items.count.shape[0]
         starts = torch.arange(num_sites + 1, dtype=torch.int32)[None] * chunks
         zeros = torch.zeros(num_sites * chunks, dtype=torch.int64)
         return LoraBatch(
             pages=self._buffer.flat,
-            seg_start=torch.tensor([0, num_rows], dtype=torch.int32),
-            seg_slot=torch.zeros(1, dtype=torch.int32),
+            seg_start=torch.tensor([0, 1, num_rows], dtype=torch.int32),
+            seg_slot=torch.zeros(2, dtype=torch.int32),
             chunk_start=starts,
             chunk_a=zeros,
             chunk_b=zeros,
@@ -260,10 +244,11 @@ class CudaRunner:
         plan = step.plan
         num_rows = plan.num_tokens
         lora = self._builder.lora(plan, step.packed) if plan.adapters else None
-        if self._graphs and num_rows <= self._buckets.max_rows and _prompt_tokens(plan) <= _PROMPT_TOKENS:
+        most = _PROMPT_TOKENS[lora is not None]
+        if self._graphs and num_rows <= self._buckets.max_rows and _prompt_tokens(plan) <= most:
             counts = count_blocks(lora, DECODE_ROWS) if lora is not None else None
             fits = counts is not None and counts.places <= MAX_ITEMS
-            longest = self._decode_lora.send(lora, plan, num_rows) if lora is not None and fits else 0
+            longest = self._decode_lora.send(lora, plan.adapters, num_rows) if lora is not None and fits else 0
             if lora is None or longest:
                 key = self._buckets.find(num_rows, longest, several=counts is not None and counts.chunks > 1)
                 self._replay(step, key)
@@ -293,7 +278,7 @@ class CudaRunner:
         num_rows, num_seqs = plan.num_tokens, len(plan.chunks)
         tables.fill(plan, step.sequences, self._drawn_at, 0)
         tables.send(num_seqs)
-        bound = self._batch(self._prefill_lora.bind(lora, plan.adapters)) if lora is not None else None
+        bound = self._batch(self._prompt_lora.bind(lora, plan.adapters)) if lora is not None else None
         self._prompt_attention.plan(tables.kv_pages(num_seqs), tables.row_starts(num_seqs))
         self._sent.record()
         logit_rows = tables.device("logit_rows", len(step.draws))
