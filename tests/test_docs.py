@@ -14,9 +14,11 @@ import typer
 from loraplex.adapters import limits as adapter_limits
 from loraplex.adapters import peft_config
 from loraplex.cli.main import app
-from loraplex.core import LoraplexError, OverloadReason, RefusalReason, SamplingParams, limits
+from loraplex.core import AdapterResidence, LoraplexError, OverloadReason, RefusalReason, SamplingParams, limits
 from loraplex.server.errors import HTTP_CODES, kind_of
+from loraplex.server.host_figures import HostFigures
 from loraplex.server.metrics import Metrics
+from loraplex.server.residency_routes import RESIDENCY_ROUTES
 from loraplex.server.routes import ROUTES
 from loraplex.server.schema import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TokenizeBody
 from loraplex.testing import FakeEngine
@@ -118,9 +120,15 @@ def test_every_refusal_reason_is_documented() -> None:
 # ---------------------------------------------------------------------- HTTP
 def test_every_route_is_documented_with_its_key() -> None:
     documented = {cells[0].strip("`"): cells[1] for cells in rows(read("http-api.md")) if len(cells) == 3}
-    for route in ROUTES:
+    for route in (*ROUTES, *RESIDENCY_ROUTES):
         shown = f"{route.method} {route.path.replace(':path', '')}"
         assert documented.get(shown) == ("no" if route.public else "yes"), shown
+
+
+def test_every_field_of_a_residence_is_documented() -> None:
+    table = section(read("http-api.md"), "## Where adapters are")
+    documented = {cells[0].strip("`") for cells in rows(table) if cells[0].startswith("`")}
+    assert documented == {field.name for field in fields(AdapterResidence)} | {"names"}
 
 
 @pytest.mark.parametrize("schema", [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, Message, StreamOptions])
@@ -180,7 +188,7 @@ def test_every_limit_is_documented_beside_its_field() -> None:
 
 # ---------------------------------------------------------------------- metrics
 def test_every_metric_is_documented_with_its_type() -> None:
-    metrics = Metrics(FakeEngine().stats, lambda: 0)
+    metrics = Metrics(FakeEngine().stats, lambda: HostFigures(0))
     metrics.observe_http("/health", 200)
     scraped = re.findall(r"^# TYPE (\S+) (\S+)$", metrics.render().decode(), re.MULTILINE)
     actual = {name: kind for name, kind in scraped if not name.endswith("_created")}

@@ -7,8 +7,13 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from loraplex.core import EngineStats
-from loraplex.server.metrics import MAX_LISTED_ADAPTERS, Metrics
+from loraplex.adapters import Adapter
+from loraplex.core import AdapterDigest, EngineStats, Histogram
+from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS
+from loraplex.server.engine_metrics import MAX_LISTED_ADAPTERS
+from loraplex.server.host_figures import HostCounters, HostFigures
+from loraplex.server.metrics import Metrics
+from loraplex.testing import FakeEngine
 
 from .helpers import BASE, completion
 
@@ -81,8 +86,7 @@ def test_pool_usage_and_long_name_lists() -> None:
     stats = EngineStats(
         num_pages=10, num_free_pages=4, max_loras=8, waiting_adapters=names, running_adapters=("x", "y")
     )
-    text = Metrics(lambda: stats, lambda: 3).render().decode()
-    families = {family.name: family for family in text_string_to_metric_families(text)}
+    families = rendered(stats)
     assert families["vllm:kv_cache_usage_perc"].samples[0].value == pytest.approx(0.6)
     labels = families["vllm:lora_requests_info"].samples[0].labels
     assert labels["running_lora_adapters"] == "x,y"
@@ -90,4 +94,93 @@ def test_pool_usage_and_long_name_lists() -> None:
 
 
 def test_empty_pool_is_no_division_by_zero() -> None:
-    assert b"vllm:kv_cache_usage_perc 0.0" in Metrics(EngineStats, lambda: 0).render()
+    assert b"vllm:kv_cache_usage_perc 0.0" in Metrics(EngineStats, lambda: HostFigures(0)).render()
+
+
+# ---------------------------------------------------------------------- adapters, steps, queues
+def rendered(stats: EngineStats, host: HostFigures | None = None) -> dict[str, Metric]:
+    text = Metrics(lambda: stats, lambda: host or HostFigures(3)).render().decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def by_label(family: Metric, label: str) -> dict[str, float]:
+    return {sample.labels[label]: sample.value for sample in family.samples}
+
+
+def test_adapters_are_told_by_tier_reason_and_state() -> None:
+    counters = HostCounters()
+    for seconds in (0.5, 1.5):
+        counters.loaded(seconds)
+    counters.failed()
+    counters.evicted()
+    stats = EngineStats(
+        num_adapter_loads=7,
+        adapter_load_s=0.25,
+        num_load_failures=3,
+        num_warm_starts=9,
+        num_cold_starts=4,
+        num_adapter_reloads=2,
+        reload_pages=40,
+        evictions_by_reason=(("load", 5), ("growth", 1)),
+        waiting_by_reason=(("slot", 6), ("pages", 2)),
+    )
+    families = rendered(stats, counters.read(11))
+    assert by_label(families["loraplex_adapter_loads"], "tier") == {"host": 2, "pool": 7}
+    assert by_label(families["loraplex_adapter_load_seconds"], "tier") == {"host": 2.0, "pool": 0.25}
+    assert by_label(families["loraplex_adapter_load_failures"], "tier") == {"host": 1, "pool": 3}
+    assert by_label(families["loraplex_adapter_starts"], "state") == {"warm": 9, "cold": 4}
+    assert by_label(families["loraplex_adapter_evictions"], "reason") == {"load": 5, "growth": 1}
+    assert by_label(families["loraplex_requests_waiting_by_reason"], "reason") == {"slot": 6, "pages": 2}
+    for name, value in (("host_evictions", 1), ("reloads", 2), ("reload_pages", 40)):
+        assert families[f"loraplex_adapter_{name}"].samples[0].value == value
+    assert families["loraplex_adapters_known"].samples[0].value == 11
+
+
+def test_histograms_of_the_engine_are_cumulative() -> None:
+    histogram = Histogram((0.1, 1.0), (3, 0, 2), 9.5)
+    tokens = tuple(
+        (bucket, histogram if bucket == "9-32" else Histogram((0.1, 1.0), (0, 0, 0), 0.0))
+        for bucket in DISTINCT_BUCKETS
+    )
+    stats = EngineStats(queue_s=histogram, token_s_by_distinct=tokens, queue_age_s=1.5, step_ranks=96.0)
+    families = rendered(stats)
+    queue = {
+        (sample.name, sample.labels.get("le")): sample.value for sample in families["loraplex_queue_seconds"].samples
+    }
+    name = "loraplex_queue_seconds"
+    assert [queue[f"{name}_bucket", le] for le in ("0.1", "1.0", "+Inf")] == [3, 3, 5]
+    assert (queue[f"{name}_count", None], queue[f"{name}_sum", None]) == (5, 9.5)
+    token_counts = {
+        sample.labels["distinct"]: sample.value
+        for sample in families["loraplex_token_seconds"].samples
+        if sample.name.endswith("_count")
+    }
+    assert token_counts == {bucket: 5 if bucket == "9-32" else 0 for bucket in DISTINCT_BUCKETS}
+    assert families["loraplex_queue_age_seconds"].samples[0].value == 1.5
+
+
+def test_gateways_of_both_generations_read_the_same() -> None:
+    families = rendered(EngineStats(num_pages=10, num_free_pages=4, num_prefix_tokens=80, num_cached_tokens=20))
+    for new, old in (
+        ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+        ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+        ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+    ):
+        values = [families[f"vllm:{name}"].samples[0].value for name in (new, old)]
+        assert values[0] == values[1] > 0
+    assert families["vllm:gpu_prefix_cache_hit_rate"].samples[0].value == 0.25
+
+
+async def test_ten_thousand_adapters_make_no_more_series_than_the_most_popular(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await client.post("/v1/completions", json=completion())
+    await scrape(client)
+    before = num_series(await scrape(client))
+    for idx in range(10_000):
+        digest = AdapterDigest(f"{idx:064x}")
+        engine.held[digest] = Adapter(digest, (), 1, 0, (), None)
+    families = await scrape(client)
+    assert num_series(families) == before + 2 * NUM_POPULAR_ADAPTERS
+    assert num_series(families) < 400
+    assert len(families["loraplex_adapter_popularity"].samples) == NUM_POPULAR_ADAPTERS

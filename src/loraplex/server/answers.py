@@ -165,5 +165,24 @@ def identity_body(served: ServedBy, tally: Tally, request_id: str) -> Json:
         "base": {"name": served.base_name, "fingerprint": served.base_fingerprint},
         "cold": tally.shown_load.cold,
         "load_s": tally.shown_load.load_s,
+        "timings": timings(tally),
         "request_id": request_id,
+    }
+
+
+def timings(tally: Tally) -> Json | None:
+    """Where the request's time went, in seconds; None before the first token.
+
+    Where a caller may not know all of loading, what is not told of it counts as waiting for its turn, which is then in
+    whole milliseconds: so it says no more than the time that the caller measures itself.
+    """
+    load_s, decode_s = tally.shown_load.load_s, tally.decode_s
+    queue_s = tally.queue_s(load_s)
+    if queue_s is None or decode_s is None:
+        return None
+    return {
+        "queue_s": round(queue_s, 6 if tally.told is None else 3),
+        "load_s": load_s,
+        "prefill_s": round(tally.prefill_s, 6),
+        "decode_s": round(decode_s, 6),
     }

@@ -29,6 +29,7 @@ from loraplex.server.local_catalog import LocalCatalog, LocalModels
 from loraplex.server.metrics import Metrics
 from loraplex.server.redaction import Redactor
 from loraplex.server.registry_catalog import RegistryCatalog
+from loraplex.server.residency_routes import RESIDENCY_ROUTES
 from loraplex.server.routes import ROUTES, metrics
 from loraplex.server.routing import RouteSpec
 from loraplex.server.runtime_routes import RUNTIME_ROUTES
@@ -71,7 +72,7 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         engine=engine,
         catalog=catalog,
         config=config,
-        metrics=Metrics(engine.stats, catalog.num_ready),
+        metrics=Metrics(engine.stats, catalog.host_figures),
         log=_json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR, Redactor(config.api_key)),
         created=int(time.time()),
         queries=queries,
@@ -100,7 +101,7 @@ def _check_same_base(engine: ServingEngine, models: LocalModels) -> None:
 
 def route_table(service: Service) -> tuple[RouteSpec, ...]:
     """All routes of a server, with who may use them."""
-    table = ROUTES
+    table = ROUTES + RESIDENCY_ROUTES
     if service.registry is not None:
         table += ADMIN_ROUTES
         if not service.config.public_metrics:

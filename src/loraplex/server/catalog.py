@@ -1,11 +1,12 @@
 """Names that the `model` field may hold, for whoever calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from loraplex.core import AdapterRef
+from loraplex.core import AdapterDigest, AdapterRef
 from loraplex.server.callers import Caller
+from loraplex.server.host_figures import HostFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,10 @@ class ModelCatalog(Protocol):
         """Whether the caller may name the base."""
         ...
 
-    def num_ready(self) -> int:
-        """Adapters that are ready in host memory."""
+    def names_of(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
+        """What adapters are called, for operators, as far as is known without asking anyone."""
+        ...
+
+    def host_figures(self) -> HostFigures:
+        """What host memory holds, and what came into it for requests."""
         ...

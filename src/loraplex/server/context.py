@@ -42,6 +42,8 @@ class Tally:
     read_s: float = 0.0  # until the weights were in host memory
     paging_s: float = 0.0  # from there into the pool
     told: ToldLoad | None = None  # in place of these in the answer
+    arrived_at: float = 0.0
+    prefill_s: float = 0.0  # of the prompt that gave the first token
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -54,7 +56,8 @@ class Tally:
         self.cold = self.cold or output.served_by.cold
         self.paging_s = max(self.paging_s, output.served_by.load_s)
         if output.num_output_tokens:
-            self.first_token_at = self.first_token_at or now
+            if self.first_token_at is None:
+                self.first_token_at, self.prefill_s = now, output.timings.prefill_s
             self.last_token_at = now
 
     @property
@@ -66,6 +69,19 @@ class Tally:
     def shown_load(self) -> ToldLoad:
         """What the answer says of loading."""
         return self.told or ToldLoad(self.cold, self.load_s)
+
+    def queue_s(self, load_s: float) -> float | None:
+        """Seconds from the request's arrival to its first step, less those of loading; None before the first token."""
+        if self.first_token_at is None:
+            return None
+        return max(0.0, self.first_token_at - self.prefill_s - self.arrived_at - load_s)
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the last so far; None before the first."""
+        if self.first_token_at is None or self.last_token_at is None:
+            return None
+        return self.last_token_at - self.first_token_at
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -97,6 +113,9 @@ class RequestContext:
     error_code: str | None = None  # of the error that was answered, also after a stream had begun
     error_detail: str | None = None  # its message, where it quotes nothing that a client sent
     tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.tally.arrived_at = self.started_at
 
     @property
     def known_caller(self) -> Caller:
@@ -245,6 +264,9 @@ def _log_fields(context: RequestContext, scope: Scope) -> dict[str, object]:
         "error_detail": context.error_detail,
         "cold": tally.cold,
         "load_s": tally.load_s,
+        "queue_s": tally.queue_s(tally.load_s),
+        "prefill_s": tally.prefill_s if tally.first_token_at is not None else None,
+        "decode_s": tally.decode_s,
         "prompt_tokens": tally.num_prompt_tokens,
         "cached_tokens": tally.num_cached_tokens,
         "output_tokens": tally.num_output_tokens,

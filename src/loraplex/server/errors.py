@@ -26,6 +26,7 @@ from loraplex.core import (
     ServerError,
 )
 from loraplex.core import registry_errors as registry
+from loraplex.core.host_memory import HostMemoryFull
 from loraplex.server.redaction import Redactor
 
 
@@ -57,6 +58,7 @@ ERROR_KINDS: Mapping[type[LoraplexError], ErrorKind] = MappingProxyType(
         ServerError: INTERNAL,
         Overloaded: UNAVAILABLE,
         CallerLimitReached: TOO_MANY,
+        HostMemoryFull: UNAVAILABLE,
         DeadlinePassed: ErrorKind(504, "timeout_error"),
         EngineDead: UNAVAILABLE,
         NonFiniteOutput: INTERNAL,

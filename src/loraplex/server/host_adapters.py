@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, ServerError
 from loraplex.server.engine_port import ServingEngine
+from loraplex.server.host_figures import HostCounters, HostFigures
 from loraplex.server.host_line import HostLine, Outcome, TakenTooLate, Wanted
 from loraplex.server.host_room import HostRoom
 from loraplex.server.threads import WorkerThreads
@@ -66,12 +67,17 @@ class HostAdapters:
         self._room = room
         self._line = HostLine(self._take, room.num_used, patience_s)
         self._threads = WorkerThreads(NUM_LOAD_THREADS, "loraplex-load")
+        self._counters = HostCounters()
         self._entries: OrderedDict[AdapterDigest, _Entry] = OrderedDict()
         self._seen: OrderedDict[str, OrderedDict[AdapterDigest, None]] = OrderedDict()
 
     @property
     def num_ready(self) -> int:
         return sum(entry.is_ready for entry in self._entries.values())
+
+    def figures(self) -> HostFigures:
+        """For metrics."""
+        return self._counters.read(self.num_ready)
 
     async def acquire(self, tenant: str, source: AdapterSource) -> HostLoad:
         """Lease an adapter for a tenant, reading it if it is not there.
@@ -141,6 +147,7 @@ class HostAdapters:
     def _retire(self, digest: AdapterDigest) -> None:
         self._room.remove(self._entries.pop(digest).num_bytes)
         self._engine.retire_adapter(digest)
+        self._counters.evicted()
 
     def _drop_lease(self, tenant: str, digest: AdapterDigest, entry: _Entry) -> None:
         entry.leases[tenant] -= 1
@@ -183,6 +190,10 @@ class HostAdapters:
         try:
             await self._threads.run(self._read, source)
             entry.is_ready, entry.read_s = True, time.perf_counter() - started
+            self._counters.loaded(entry.read_s)
+        except Exception:
+            self._counters.failed()
+            raise
         finally:
             del entry.loads[source.key]
             self._settle(source.digest, entry)

@@ -1,13 +1,14 @@
 """The catalog of a server without a registry: names that are the same for every caller."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from loraplex.core import AdapterRef, InvalidRequest, ModelNotFound
+from loraplex.core import AdapterDigest, AdapterRef, InvalidRequest, ModelNotFound
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease, OnResolved
+from loraplex.server.host_figures import HostFigures
 
 
 class NamedAdapter(Protocol):
@@ -87,8 +88,15 @@ class LocalCatalog:
     def may_use_base(self, caller: Caller) -> bool:
         return True
 
-    def num_ready(self) -> int:
-        return len(self._models.list())
+    def names_of(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
+        names: dict[AdapterDigest, tuple[str, ...]] = {}
+        for entry in self._models.list():
+            if entry.ref.digest in digests:
+                names[entry.ref.digest] = (*names.get(entry.ref.digest, ()), entry.ref.label)
+        return names
+
+    def host_figures(self) -> HostFigures:
+        return HostFigures(len(self._models.list()))
 
 
 def _given(model: str | None) -> str:

@@ -1,13 +1,17 @@
 """The catalog of a registry: names inside the caller's namespace and grants, weights read from the artifact store."""
 
+from collections.abc import Collection, Mapping
 from functools import partial
 
+from loraplex.core import AdapterDigest
 from loraplex.core.registry_errors import Unauthenticated
 from loraplex.registry import ModelPage, NotInMemory, Principal, Registry, ResolvedVersion
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease, OnResolved, ToldLoad
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_adapters import AdapterSource, HostAdapters
+from loraplex.server.host_figures import HostFigures
+from loraplex.server.known_names import KnownNames
 from loraplex.server.threads import WorkerThreads
 
 
@@ -25,6 +29,7 @@ class RegistryCatalog:
         self._engine = engine
         self._threads = threads
         self._host = host
+        self._names = KnownNames()
 
     async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
         found = await self._resolve(caller, model)
@@ -33,6 +38,8 @@ class RegistryCatalog:
             return ModelLease(None)
         load = partial(self._registry.load, found, self._engine.base, self._registry.adapter_limits)
         digest, tenant = found.ref.digest, caller.account
+        label = found.ref.label
+        self._names.note(digest, label if "/" in label else f"{tenant}/{label}")
         loaded = await self._host.acquire(tenant, AdapterSource(digest, found.num_bytes, found.artifact, load))
         told = ToldLoad(loaded.told_s is not None, loaded.told_s or 0.0)
         return ModelLease(
@@ -52,8 +59,11 @@ class RegistryCatalog:
     def may_use_base(self, caller: Caller) -> bool:
         return _principal(caller).bound_adapter is None
 
-    def num_ready(self) -> int:
-        return self._host.num_ready
+    def names_of(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
+        return self._names.of(digests)
+
+    def host_figures(self) -> HostFigures:
+        return self._host.figures()
 
     async def _resolve(self, caller: Caller, model: str | None) -> ResolvedVersion | None:
         principal, base = _principal(caller), self._engine.base

@@ -1,0 +1,179 @@
+"""The engine's figures as Prometheus metrics: ours, and those that gateways know from vLLM.
+
+No label but that of the most popular adapters depends on which adapters there are, and those are a fixed number.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from loraplex.core import EngineStats, Histogram
+from loraplex.server.host_figures import HostFigures
+
+MAX_LISTED_ADAPTERS = 256  # names in one label value: a gateway needs the busy ones, not thousands of waiting ones
+
+
+class EngineCollector(Collector):
+    """Turns one snapshot of the engine, and one of host memory, into metrics at each scrape."""
+
+    def __init__(self, stats: Callable[[], EngineStats], host: Callable[[], HostFigures]) -> None:
+        self._stats = stats
+        self._host = host
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not touch the engine."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        stats, host = self._stats(), self._host()
+        yield from _gauges(stats, host)
+        yield from _counters(stats)
+        yield from _adapter_counters(stats, host)
+        yield from _steps(stats)
+        yield from _popular(stats)
+        yield from _vllm(stats)
+
+
+def _gauges(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
+    for name, text, value in (
+        ("requests_waiting", "Sequences in the queue.", stats.num_waiting),
+        ("requests_running", "Sequences that are being served.", stats.num_running),
+        ("queue_age_seconds", "How long the sequence has waited that waits longest.", stats.queue_age_s),
+        ("pages", "Pages of the pool.", stats.num_pages),
+        ("pages_free", "Free pages of the pool.", stats.num_free_pages),
+        ("pages_adapters", "Pages that hold adapters, idle ones included.", stats.num_adapter_pages),
+        ("pages_prefixes", "Pages that hold cached prefixes.", stats.num_cached_pages),
+        ("adapters_known", "Adapters that are ready in host memory.", host.num_ready),
+        ("adapters_resident", "Adapters in the pool.", len(stats.resident_adapters)),
+        ("adapters_loading", "Adapters on their way into the pool.", stats.num_loading_adapters),
+        ("adapters_failed", "Adapters whose load failed and is not tried again yet.", stats.num_failed_adapters),
+        ("adapters_distinct_last_step", "Distinct adapters in the last step.", stats.num_distinct_adapters),
+        ("adapters_ranks_last_step", "Sum of their ranks.", stats.sum_ranks),
+        ("adapters_max_per_step", "Most distinct adapters a step may have.", stats.max_loras),
+        ("adapter_reload_pages", "Pages more that would have spared nine in ten reloads.", stats.reload_pages),
+    ):
+        yield GaugeMetricFamily(f"loraplex_{name}", text, value=value)
+    waiting = GaugeMetricFamily(
+        "loraplex_requests_waiting_by_reason", "Sequences in the queue, by what they wait for.", labels=("reason",)
+    )
+    yield _labelled(waiting, stats.waiting_by_reason)
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    for name, text, value in (
+        ("engine_steps", "Steps of the engine.", stats.num_steps),
+        ("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens),
+        ("output_tokens", "Tokens generated.", stats.num_output_tokens),
+        ("preemptions", "Sequences preempted.", stats.num_preemptions),
+        ("prefix_tokens", "Prompt tokens that were looked for in the prefix cache.", stats.num_prefix_tokens),
+        ("prefix_hit_tokens", "Of those, found.", stats.num_cached_tokens),
+        ("prefix_evictions", "Pages of cached prefixes that were freed.", stats.num_prefix_evictions),
+        ("adapter_reloads", "Loads of adapters that were evicted a while before.", stats.num_adapter_reloads),
+    ):
+        yield CounterMetricFamily(f"loraplex_{name}", text, value=value)
+
+
+def _adapter_counters(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
+    """Counters with a fixed set of labels."""
+    for name, text, label, values in (
+        ("loads", "Adapters that came into a tier.", "tier", _tiers(host.num_loads, stats.num_adapter_loads)),
+        ("load_seconds", "Seconds that loads took.", "tier", _tiers(host.load_s, stats.adapter_load_s)),
+        ("load_failures", "Loads that failed.", "tier", _tiers(host.num_failures, stats.num_load_failures)),
+        ("evictions", "Adapters evicted from the pool.", "reason", stats.evictions_by_reason),
+        (
+            "starts",
+            "Sequences that found their adapter in the pool, or did not.",
+            "state",
+            (("warm", stats.num_warm_starts), ("cold", stats.num_cold_starts)),
+        ),
+    ):
+        yield _labelled(CounterMetricFamily(f"loraplex_adapter_{name}", text, labels=(label,)), values)
+    left = "Adapters that left host memory for others."
+    yield CounterMetricFamily("loraplex_adapter_host_evictions", left, value=host.num_evictions)
+
+
+def _tiers(host: float, pool: float) -> tuple[tuple[str, float], ...]:
+    return (("host", host), ("pool", pool))
+
+
+def _labelled(
+    family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[str, float]]
+) -> CounterMetricFamily | GaugeMetricFamily:
+    for label, value in values:
+        family.add_metric((label,), value)
+    return family
+
+
+def _steps(stats: EngineStats) -> Iterator[Metric]:
+    """What steps were like, by how many distinct adapters they had, and how long requests waited for their first."""
+    yield CounterMetricFamily(
+        "loraplex_step_adapters", "Distinct adapters, summed over steps.", value=stats.step_adapters
+    )
+    yield CounterMetricFamily("loraplex_step_ranks", "Ranks of these, summed over steps.", value=stats.step_ranks)
+    steps = CounterMetricFamily("loraplex_steps", "Steps, by distinct adapters.", labels=("distinct",))
+    yield _labelled(steps, stats.steps_by_distinct)
+    tokens = HistogramMetricFamily(
+        "loraplex_token_seconds", "From a token of a sequence to its next, by distinct adapters.", labels=("distinct",)
+    )
+    for distinct, histogram in stats.token_s_by_distinct:
+        tokens.add_metric((distinct,), *_histogram(histogram))
+    yield tokens
+    queue = HistogramMetricFamily("loraplex_queue_seconds", "From a request's arrival to its first step.", labels=())
+    if stats.queue_s is not None:
+        queue.add_metric((), *_histogram(stats.queue_s))
+    yield queue
+
+
+def _histogram(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative buckets, and the sum."""
+    bounds = [*(str(bound) for bound in histogram.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(map(float, histogram.counts)), strict=True)), histogram.total
+
+
+def _popular(stats: EngineStats) -> Iterator[Metric]:
+    """The adapters of the pool that are used most: a fixed number of series, whichever adapters these are."""
+    popularity = GaugeMetricFamily(
+        "loraplex_adapter_popularity", "Starts, with a half-life of a minute.", labels=("digest",)
+    )
+    yield _labelled(popularity, ((use.digest, use.popularity) for use in stats.popular_adapters))
+    running = GaugeMetricFamily("loraplex_adapter_running", "Sequences that run on it.", labels=("digest",))
+    yield _labelled(running, ((use.digest, use.num_running) for use in stats.popular_adapters))
+
+
+def _vllm(stats: EngineStats) -> Iterator[Metric]:
+    """The metrics that inference gateways know from vLLM, by the names of its engine V1 and, where others, of V0."""
+    used = 1.0 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0
+    hit_rate = stats.num_cached_tokens / stats.num_prefix_tokens if stats.num_prefix_tokens else 0.0
+    for name, text, value in (
+        ("num_requests_waiting", "Sequences in the queue.", stats.num_waiting),
+        ("num_requests_running", "Sequences that are being served.", stats.num_running),
+        ("kv_cache_usage_perc", "Share of the pool in use, 0 to 1.", used),
+        ("gpu_cache_usage_perc", "Share of the pool in use, 0 to 1.", used),
+        ("gpu_prefix_cache_hit_rate", "Share of prompt tokens found in the prefix cache, 0 to 1.", hit_rate),
+        ("num_gpu_loaded_lora_adapters", "Adapters in the pool.", len(stats.resident_adapters)),
+        ("max_gpu_lora_adapters", "Most distinct adapters a step.", stats.max_loras),
+    ):
+        yield GaugeMetricFamily(f"vllm:{name}", text, value=value)
+    for generation in ("", "gpu_"):
+        for name, text, value in (
+            ("queries", "Prompt tokens that were looked for in the prefix cache.", stats.num_prefix_tokens),
+            ("hits", "Of those, found.", stats.num_cached_tokens),
+        ):
+            yield CounterMetricFamily(f"vllm:{generation}prefix_cache_{name}", text, value=value)
+    cache = GaugeMetricFamily("vllm:cache_config_info", "Pool settings.", labels=("block_size", "num_gpu_blocks"))
+    cache.add_metric((str(stats.page_tokens), str(stats.num_pages)), 1)
+    yield cache
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters at work, at this unix time.", labels=labels)
+    info.add_metric(
+        (str(stats.max_loras), _name_list(stats.running_adapters), _name_list(stats.waiting_adapters)), time.time()
+    )
+    yield info
+
+
+def _name_list(names: tuple[str, ...]) -> str:
+    return ",".join(names[:MAX_LISTED_ADAPTERS])
