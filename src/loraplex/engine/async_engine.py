@@ -102,6 +102,9 @@ class AsyncEngine:
         """Keep an adapter in host memory, ready for requests; also one that was retired. Raises AdapterRefused."""
         self.engine.add_adapter(adapter)
 
+    def set_tenant_weight(self, tenant: str, weight: float) -> None:
+        self.engine.set_tenant_weight(tenant, weight)
+
     def retire_adapter(self, digest: AdapterDigest) -> None:
         self.engine.retire_adapter(digest)
 

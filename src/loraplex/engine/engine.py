@@ -40,7 +40,7 @@ from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
 from loraplex.engine.site_check import SiteCheck
 from loraplex.engine.verification import Verifier
 from loraplex.model import Sampled, SamplingRow, needs_host
-from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
+from loraplex.scheduler import Committed, QueueShare, Scheduler, Sequence, StepPlan
 
 _LOAD_TICK_S = 2e-4
 
@@ -107,6 +107,7 @@ class Engine:
         self._decoder = base.decoder
         self._geometry = base.geometry
         self._max_waiting = base.config.max_waiting
+        self._queue_share = QueueShare(base.config.max_waiting, base.config.max_waiting_tokens)
         self.scheduler = Scheduler(base.scheduler_config, base.geometry)
         self._buffer = PageBuffer(base.geometry, base.decoder.dtype, base.decoder.device)
         self._runner = _make_runner(base, self._buffer, progress)
@@ -214,6 +215,7 @@ class Engine:
                 self.scheduler.retry_after_s,
             )
         self.scheduler.check_queue(len(request.prompt_token_ids) * params.n)
+        self._queue_share.check(self.scheduler.waiting, request, self.scheduler.retry_after_s)
 
     def add_request(self, request: Request, now: float) -> None:
         """Queue a request. Raises what `check` raises; then nothing is queued."""

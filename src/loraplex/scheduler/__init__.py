@@ -4,6 +4,7 @@ from loraplex.scheduler.config import SchedulerConfig
 from loraplex.scheduler.cost import H200_8B, Calibrator, CostModel, StepShape
 from loraplex.scheduler.fairness import FairShares, in_turn
 from loraplex.scheduler.plan import AdapterLoad, Committed, ScheduledChunk, StepPlan
+from loraplex.scheduler.queue_share import QueueShare
 from loraplex.scheduler.scheduler import Scheduler
 from loraplex.scheduler.sequence import UNKNOWN_TOKEN, Sequence, SequenceStatus, WaitReason
 
@@ -15,6 +16,7 @@ __all__ = [
     "Committed",
     "CostModel",
     "FairShares",
+    "QueueShare",
     "ScheduledChunk",
     "Scheduler",
     "SchedulerConfig",

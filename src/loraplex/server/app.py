@@ -34,6 +34,7 @@ from loraplex.server.routes import ROUTES, metrics
 from loraplex.server.routing import RouteSpec
 from loraplex.server.runtime_routes import RUNTIME_ROUTES
 from loraplex.server.service import NUM_QUERY_THREADS, Service
+from loraplex.server.tenant_limits import TenantGate
 from loraplex.server.threads import WorkerThreads
 
 _LEVEL_INFO, _LEVEL_ERROR = 20, 40
@@ -77,6 +78,7 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         created=int(time.time()),
         queries=queries,
         bodies=_body_reader(engine, config),
+        tenants=TenantGate(engine),
         registry=registry,
         local_models=local_models,
     )

@@ -22,6 +22,7 @@ from loraplex.server.identity import Target, identity_headers
 from loraplex.server.metrics import Metrics
 from loraplex.server.redaction import Redactor
 from loraplex.server.stdlib_logs import where
+from loraplex.server.tenant_limits import TenantPlace
 
 CLIENT_CLOSED_STATUS = 499  # in logs and metrics only: there is no one left to send it to
 MAX_HEADER_BYTES = 64 * 2**10  # names, values and the request's target
@@ -46,9 +47,12 @@ class Tally:
     prefill_s: float = 0.0  # of the prompt that gave the first token
     first_token_at: float | None = None
     last_token_at: float | None = None
+    place: TenantPlace | None = None  # that pays for the tokens
 
     def add(self, prompt_idx: int, output: RequestOutput, now: float) -> None:
         """Book one output. `now` is in the seconds of the context's clock."""
+        if self.place is not None:
+            self.place.charge(output.num_output_tokens - self.output_tokens.get(prompt_idx, 0))
         self.prompt_tokens[prompt_idx] = output.num_prompt_tokens
         self.output_tokens[prompt_idx] = output.num_output_tokens
         self.cached_tokens[prompt_idx] = output.num_cached_tokens
@@ -220,6 +224,8 @@ class ContextMiddleware:
     def _finish(self, context: RequestContext, scope: Scope) -> None:
         if context.lease is not None:
             context.lease.release()
+        if context.tally.place is not None:
+            context.tally.place.leave(ran=context.tally.served_by is not None)
         seconds = time.perf_counter() - context.started_at
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         status = context.status or 500

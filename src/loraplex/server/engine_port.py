@@ -14,6 +14,13 @@ class ServingEngine(EngineClient, Protocol):
         """Keep an adapter in host memory, ready for requests; also one that was retired. Raises AdapterRefused."""
         ...
 
+    def set_tenant_weight(self, tenant: str, weight: float) -> None:
+        """A tenant of weight 2 is served twice as much as one of weight 1, which is every tenant's at first.
+
+        Does not block.
+        """
+        ...
+
     def compare(self, adapter: Adapter) -> AdapterComparison:
         """Hold the adapter, unmerged, against its merged reference. Raises EngineDead."""
         ...

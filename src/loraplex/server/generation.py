@@ -35,12 +35,13 @@ from loraplex.server.streams import DONE_EVENT, EventStream, Tagged, close, even
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A parsed request: what to run, for whom and until when, and how to phrase the answer."""
+    """A parsed request: what to run, for whom, how soon and until when, and how to phrase the answer."""
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     adapter: AdapterRef | None
     tenant: str
+    priority: int  # the engine's: higher is earlier
     deadline: Deadline | None
     wording: AnswerFormat
     stream: bool
@@ -59,6 +60,7 @@ class Job:
                 params=self.params,
                 adapter=self.adapter,
                 tenant=self.tenant,
+                priority=self.priority,
                 deadline_s=left_s,
             )
             for idx, prompt in enumerate(self.prompts)

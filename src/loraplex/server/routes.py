@@ -1,5 +1,6 @@
 """The handlers, and the table of routes. A route is behind an API key unless the table says that it is public."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from loraplex.server.model_routes import get_model, list_models
 from loraplex.server.routing import RouteSpec
 from loraplex.server.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from loraplex.server.service import Service
+from loraplex.server.tenant_limits import engine_priority
 
 
 async def create_completion(service: Service, http: Request) -> Response:
@@ -25,16 +27,17 @@ async def create_completion(service: Service, http: Request) -> Response:
     params = prompts.completion_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
     deadline = _deadline(http, body)
-    adapter = await _acquire(service, http, body.model, deadline)
     items = prompts.completion_items(body.prompt)
+    priority = _enter(service, http, body, len(items))
+    adapter = await _acquire(service, http, body.model, deadline)
     given = await service.texts.run(
         prompts.num_chars(items), prompts.completion_prompts, service.engine, items, body.add_special_tokens, body.echo
     )
     for prompt in given:
         prompts.check_fits(service.engine, prompt, params, "prompt")
     wording = CompletionFormat(want_logprobs=params.logprobs is not None)
-    tenant = context_of(http).known_caller.account
-    job = Job(given, params, adapter, tenant, deadline, wording, body.stream, _include_usage(body), body.echo)
+    tenant = _charge_prompts(http, given)
+    job = Job(given, params, adapter, tenant, priority, deadline, wording, body.stream, _include_usage(body), body.echo)
     return await answer(service, http, job)
 
 
@@ -44,14 +47,15 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
     params = prompts.chat_params(body)
     params.check_vocabulary(service.engine.base.vocab_size)
     deadline = _deadline(http, body)
+    priority = _enter(service, http, body, 1)
     adapter = await _acquire(service, http, body.model, deadline)
     num_chars = prompts.num_message_chars(body.messages)
     prompt = await service.texts.run(num_chars, prompts.chat_prompt, service.engine, body)
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     prompts.check_fits(service.engine, prompt, params, "messages", limit_param)
     wording = ChatFormat(want_logprobs=params.logprobs is not None)
-    tenant = context_of(http).known_caller.account
-    job = Job((prompt,), params, adapter, tenant, deadline, wording, body.stream, _include_usage(body))
+    tenant = _charge_prompts(http, (prompt,))
+    job = Job((prompt,), params, adapter, tenant, priority, deadline, wording, body.stream, _include_usage(body))
     return await answer(service, http, job)
 
 
@@ -61,6 +65,25 @@ def _include_usage(body: GenerationBody) -> bool:
 
 def _deadline(http: Request, body: GenerationBody) -> Deadline | None:
     return None if body.deadline_s is None else Deadline(body.deadline_s, context_of(http).started_at)
+
+
+def _enter(service: Service, http: Request, body: GenerationBody, num_prompts: int) -> int:
+    """Take the tenant's place for a body before anything is done for it; the engine's priority.
+
+    Raises CallerLimitReached and InvalidRequest.
+    """
+    context = context_of(http)
+    priority = engine_priority(context.known_caller, body.priority)
+    context.tally.place = service.tenants.enter(context.known_caller, num_prompts * body.n)
+    return priority
+
+
+def _charge_prompts(http: Request, given: Sequence[prompts.Prompt]) -> str:
+    """Have the tenant pay for its prompts; whose share the request counts to. Raises CallerLimitReached."""
+    context = context_of(http)
+    if context.tally.place is not None:
+        context.tally.place.charge_prompts(sum(len(prompt.token_ids) for prompt in given))
+    return context.known_caller.account
 
 
 async def _acquire(service: Service, http: Request, model: str | None, deadline: Deadline | None) -> AdapterRef | None:

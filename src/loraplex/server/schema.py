@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from loraplex.core import limits
+from loraplex.core.request import MAX_PRIORITY
 
 MAX_PATH_CHARS = 4096
 Neutral = Mapping[str, tuple[object, ...]]
@@ -29,7 +30,6 @@ _COMMON_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "priority": (0,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
@@ -124,6 +124,7 @@ class GenerationBody(Body):
     min_tokens: int = 0
     logit_bias: dict[str, object] = Field(default_factory=dict)  # by token id; SamplingParams checks the numbers
     skip_special_tokens: bool = True
+    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # as in vLLM: lower is earlier
     deadline_s: float | None = Field(default=None, gt=0, le=limits.MAX_DEADLINE_S)  # after the request's arrival
     stream: bool = False
     stream_options: StreamOptions | None = None

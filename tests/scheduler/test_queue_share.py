@@ -1,0 +1,84 @@
+"""A tenant may hold as much of the queue as it leaves free."""
+
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from loraplex.core import CallerLimitReached, Request, RequestId, SamplingParams, SequenceId
+from loraplex.scheduler import QueueShare, Sequence
+from loraplex.scheduler.sequence import new_sequence
+
+
+def request(tenant: str | None, prompt_len: int = 1, n: int = 1) -> Request:
+    params = SamplingParams(max_tokens=1, n=n, temperature=1.0)
+    return Request(RequestId("r"), (1,) * prompt_len, params, None, tenant=tenant)
+
+
+def fill(share: QueueShare, tenants: tuple[str | None, ...], prompt_len: int = 1) -> Counter[str | None]:
+    """What each tenant holds once all ask in turn and nobody gets any more."""
+    queue: list[Sequence] = []
+    refused: set[str | None] = set()
+    while len(refused) < len(tenants) and len(queue) < share.max_waiting:
+        for tenant in tenants:
+            asked = request(tenant, prompt_len)
+            try:
+                share.check(queue, asked, 3.0)
+            except CallerLimitReached:
+                refused.add(tenant)
+            else:
+                queue.append(new_sequence(SequenceId(len(queue)), asked, 100, frozenset(), 0.0))
+    return Counter(seq.tenant for seq in queue)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "held"),
+    [(("a",), [50]), (("a", "b"), [33, 33]), (("a", "b", "c"), [25, 25, 25]), (tuple("abcdefghi"), [10] * 9)],
+)
+def test_tenants_get_equal_parts_and_one_more_is_left_for_who_comes(tenants: tuple[str, ...], held: list[int]) -> None:
+    assert sorted(fill(QueueShare(100), tenants).values()) == held
+
+
+def test_prompt_tokens_are_shared_likewise() -> None:
+    assert fill(QueueShare(1000, 600), ("a",), prompt_len=10) == {"a": 30}
+    assert fill(QueueShare(1000, 600), ("a", "b"), prompt_len=10) == {"a": 20, "b": 20}
+
+
+def test_requests_of_no_tenant_may_fill_it() -> None:
+    assert fill(QueueShare(20), (None,)) == {None: 20}
+    assert fill(QueueShare(20), ("",)) == {"": 20}  # a server without a registry
+
+
+def test_a_tenant_of_whom_nothing_waits_has_a_place_for_any_request() -> None:
+    share = QueueShare(8, 100)
+    crowd = [new_sequence(SequenceId(i), request("a", 40), 100, frozenset(), 0.0) for i in range(2)]
+    share.check([], request("a", 100, n=8), 1.0)
+    share.check(crowd, request("b", 20), 1.0)
+
+
+def test_the_error_says_who_holds_what_and_of_what() -> None:
+    queue = [new_sequence(SequenceId(i), request("a", 30), 100, frozenset(), 0.0) for i in range(4)]
+    with pytest.raises(CallerLimitReached) as caught:
+        QueueShare(9).check(queue, request("a", n=2), 7.5)
+    assert caught.value.message == (
+        "The tenant 'a' has 4 sequences in the queue and the request has 2; "
+        "a tenant may have as many as it leaves free (--max-waiting 9)."
+    )
+    assert (caught.value.retry_after_s, caught.value.reason_code) == (7.5, "SHARE")
+    with pytest.raises(CallerLimitReached, match=r"120 prompt tokens .* has 20; .* \(--max-waiting-tokens 200\)"):
+        QueueShare(100, 200).check(queue, request("a", 20), 1.0)
+
+
+def test_the_queue_may_change_while_it_is_looked_at() -> None:
+    """It belongs to the engine's thread, and requests are checked on the server's: one look, then no other."""
+
+    class Shrinking(list[Sequence]):
+        def __iter__(self) -> Any:
+            found = list(super().__iter__())
+            self.clear()
+            return iter(found)
+
+    queue = Shrinking(new_sequence(SequenceId(i), request("a"), 100, frozenset(), 0.0) for i in range(50))
+    with pytest.raises(CallerLimitReached):
+        QueueShare(100).check(cast("list[Sequence]", queue), request("a"), 1.0)
+    assert not queue
