@@ -18,13 +18,20 @@ class SynchronousLoads:
     def __enter__(self) -> "SynchronousLoads":
         engine = self._engine
         assert not engine.scheduler.sequences, "loads are switched while requests run"
-        engine.scheduler.config = replace(engine.scheduler.config, load_ahead=False)
+        self._set_load_ahead(is_on=False)
         engine._runner = self
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._engine.scheduler.config = replace(self._engine.scheduler.config, load_ahead=True)
+        self._set_load_ahead(is_on=True)
         self._engine._runner = self._runner
+
+    def _set_load_ahead(self, *, is_on: bool) -> None:
+        """In every part of the scheduler that reads it."""
+        scheduler: Any = self._engine.scheduler
+        config = replace(scheduler.config, load_ahead=is_on)
+        scheduler.config = scheduler._parts.config = config
+        scheduler._admission._config = scheduler._load_ahead._config = config
 
     def launch(self, step: Step) -> StepInFlight:
         """Copy what the plan lacks, wait until it is there, and launch."""
