@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORPUS ?= ../shared/corpus
 STAMP := $(VENV)/.stamp
 
-.PHONY: venv demo test test-slow test-registry-postgres lint format corpus bench-cpu bench-gpu bench-gpu-try test-gpu test-gpu-sanitize clean help
+.PHONY: venv demo test test-slow test-registry-postgres lint format corpus bench-cpu bench-many-adapters bench-gpu bench-gpu-try test-gpu test-gpu-sanitize clean help
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
@@ -46,6 +46,9 @@ corpus: venv  ## Run the conformance corpus in CORPUS
 
 bench-cpu: venv  ## Measure throughput on the demo base beside PEFT
 	$(BIN)/python bench/bench_cpu.py
+
+bench-many-adapters: venv  ## Measure 2,000 registered adapters on the demo base, where few are in the pool
+	$(BIN)/python bench/bench_many_adapters.py --out bench/results/cpu_many_adapters_$$(date +%F).json
 
 # For the targets below: the extra `cuda` and the group `bench` beside a torch built for the GPU.
 PYTHON_GPU ?= $(BIN)/python
