@@ -6,13 +6,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, AdapterRefused, CallerLimitReached, Overloaded, ServerError
 from loraplex.core.registry_errors import ArtifactCorrupt
-from loraplex.server.host_adapters import AdapterSource, HostAdapters, HostLoad
+from loraplex.server.adapter_reads import AdapterSource
+from loraplex.server.host_adapters import HostAdapters, HostLoad
 from loraplex.server.host_room import HostRoom, share_of
 from loraplex.testing import FakeEngine
 
@@ -30,7 +32,8 @@ class Host:
     def __init__(
         self, engine: FakeEngine, max_adapters: int, *, max_bytes: int = 10**9, patience_s: float = 0.02
     ) -> None:
-        self.adapters = HostAdapters(engine, HostRoom(max_adapters, max_bytes), patience_s)
+        self.now = 0.0
+        self.adapters = HostAdapters(engine, HostRoom(max_adapters, max_bytes), patience_s, 5.0, lambda: self.now)
 
     @property
     def num_ready(self) -> int:
@@ -39,7 +42,8 @@ class Host:
     async def load(
         self, digest: AdapterDigest, key: str, read: Callable[[], Adapter], tenant: str = TENANT, num_bytes: int = 1
     ) -> HostLoad:
-        return await self.adapters.acquire(tenant, AdapterSource(digest, num_bytes, key, read))
+        source = AdapterSource(digest, num_bytes, key, lambda: partial(given, read()))
+        return await self.adapters.acquire(tenant, source)
 
     async def acquire(self, digest: AdapterDigest, key: str, read: Callable[[], Adapter]) -> float | None:
         """The seconds that a request of the one tenant waited for the read; None where there was none."""
@@ -48,6 +52,10 @@ class Host:
 
     def release(self, digest: AdapterDigest, tenant: str = TENANT) -> None:
         self.adapters.release(tenant, digest)
+
+
+def given(adapter: Adapter) -> Adapter:
+    return adapter
 
 
 def adapter(digest: AdapterDigest) -> Adapter:
@@ -144,6 +152,7 @@ async def test_a_failure_is_told_to_all_who_wait_and_leaves_nothing(engine: Fake
     store.failure = None
     await host.acquire(B, "x", store.read(B))  # no place was lost
     host.release(B)
+    host.now = 0.5
     await host.acquire(A, "x", store.read(A))
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from loraplex.registry import Registry, RegistryUnavailable
-from loraplex.server import ServerConfig, host_adapters
+from loraplex.server import ServerConfig, host_adapters, load_backoff
 from loraplex.testing import fake_text
 from tests.registry.helpers import BASE, OPERATOR
 
@@ -191,14 +191,14 @@ async def test_cards_tell_version_digest_and_whether_the_base_is_proven(site: Si
 # ---------------------------------------------------------------------- loading
 async def test_a_load_is_shared_and_told_in_the_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     key, loads, gate = site.tenant("acme", "one"), [], threading.Event()
-    real = Registry.load
+    real = Registry.read
 
     def slow(self: Registry, *args: Any) -> Any:
         loads.append(threading.current_thread().name)
         assert gate.wait(5)
         return real(self, *args)
 
-    monkeypatch.setattr(Registry, "load", slow)
+    monkeypatch.setattr(Registry, "read", slow)
     async with site.client(key) as client:
         waiting = [asyncio.create_task(complete(client, "one")) for _ in range(8)]
         await until(lambda: bool(loads))
@@ -208,7 +208,7 @@ async def test_a_load_is_shared_and_told_in_the_answer(site: Site, monkeypatch: 
         answers = await asyncio.gather(*waiting)
         warm = await complete(client, "one")
     assert len(loads) == 1
-    assert loads[0].startswith("loraplex-load")
+    assert loads[0].startswith("loraplex-read")
     assert all(answer["x_loraplex"]["cold"] and answer["x_loraplex"]["load_s"] > 0 for answer in answers)
     assert (warm["x_loraplex"]["cold"], warm["x_loraplex"]["load_s"]) == (False, 0.0)
     cold = [line["cold"] for line in site.lines() if line["model"] == "one@1"]
@@ -225,6 +225,7 @@ async def test_a_failed_load_fails_its_own_requests_and_is_tried_again(
     whole = blob.read_bytes()
     blob.chmod(0o600)
     blob.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    monkeypatch.setattr(load_backoff, "FIRST_BACKOFF_S", 0.0)
     async with site.client(key) as client:
         bad = [client.post("/v1/completions", json=ask("bad", stream=stream)) for stream in (False, True)]
         good = [client.post("/v1/completions", json=ask(model)) for model in ("good", BASE_NAME)]
@@ -236,7 +237,14 @@ async def test_a_failed_load_fails_its_own_requests_and_is_tried_again(
         details = [line["error_detail"] for line in site.lines() if line["error_code"] == "artifact_corrupt"]
         assert len(details) == 2
         assert all(broken.weights.key in detail for detail in details)
+        monkeypatch.setattr(load_backoff, "FIRST_BACKOFF_S", 0.02)
+        assert_error(await client.post("/v1/completions", json=ask("bad")), 500, code="artifact_corrupt")
         blob.write_bytes(whole)
+        response = await client.post("/v1/completions", json=ask("bad"))
+        assert_error(response, 503, code="overloaded")
+        assert response.headers["retry-after"] == "1"
+        assert "artifact_corrupt" in response.json()["error"]["message"]
+        await asyncio.sleep(0.1)
         assert (await complete(client, "bad"))["model"] == "bad@1"
 
 
@@ -332,14 +340,14 @@ def test_a_lease_ends_when_the_client_goes(
 ) -> None:
     site = Site(tmp_path, engine=fake_engine(delay_s=0.02), config=ServerConfig(max_host_adapters=1))
     key, gate, loads = site.tenant("acme", "a"), threading.Event(), []
-    real = Registry.load
+    real = Registry.read
 
     def slow(self: Registry, *args: Any) -> Any:
         loads.append(args)
         assert when == "running" or gate.wait(5)
         return real(self, *args)
 
-    monkeypatch.setattr(Registry, "load", slow)
+    monkeypatch.setattr(Registry, "read", slow)
     live = LiveServer(site.app)
     try:
         content = json.dumps(ask("a", max_tokens=400, stream=stream)).encode()

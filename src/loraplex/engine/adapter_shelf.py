@@ -8,9 +8,10 @@ from collections.abc import Callable
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, ModelNotFound, Overloaded, OverloadReason, Request
 from loraplex.engine.figures import Counters
-from loraplex.engine.host_arena import HostArena
+from loraplex.engine.host_arena import HostArena, LeasedPages
 from loraplex.engine.loads import AdapterLoader, LoadEnded
-from loraplex.engine.packing import Allocate, PackedAdapter
+from loraplex.engine.packed_files import PackedFiles
+from loraplex.engine.packing import Allocate, PackedAdapter, check_fits
 from loraplex.scheduler import Scheduler, Sequence
 
 _log = logging.getLogger(__name__)
@@ -29,20 +30,28 @@ def load_failed(name: str, retry_after_s: float) -> Overloaded:
 
 
 class AdapterShelf:
-    """Adapters by digest. `add`, `retire`, `hold` and `release` may be called from any thread.
+    """Adapters by digest. `add`, `restore`, `store`, `retire`, `hold` and `release` may be called from any
+    thread.
 
     The rest belongs to the thread that steps, as the scheduler and the loader do. `packed` is for reading.
     """
 
     def __init__(
-        self, pack: Pack, arena: HostArena, scheduler: Scheduler, loader: AdapterLoader, counters: Counters
+        self,
+        pack: Pack,
+        arena: HostArena,
+        scheduler: Scheduler,
+        loader: AdapterLoader,
+        counters: Counters,
+        files: PackedFiles | None = None,
     ) -> None:
-        """`arena` is where page images lie."""
+        """`arena` is where page images lie, `files` where they are kept on disk."""
         self.packed: dict[AdapterDigest, PackedAdapter] = {}
         self.held: Counter[AdapterDigest] = Counter()  # kept for comparisons, whether or not they are retired
         self.load_s: dict[AdapterDigest, float] = {}  # of each adapter's last load
         self._pack = pack
         self._arena = arena
+        self._files = files
         self._scheduler = scheduler
         self._loader = loader
         self._counters = counters
@@ -60,6 +69,36 @@ class AdapterShelf:
         with self._lock:
             self._put(adapter.digest, packed)
             self._retired.discard(adapter.digest)
+
+    def restore(self, digest: AdapterDigest) -> bool:
+        """As `add`, from the adapter's packed file; False if there is none that can be used. Raises as `add`."""
+        with self._lock:
+            if digest in self.packed:
+                self._retired.discard(digest)
+                return True
+        packed = self._files.load(digest, self._allocate) if self._files is not None else None
+        if packed is None:
+            return False
+        with self._lock:
+            self._put(digest, packed)
+            self._retired.discard(digest)
+        return True
+
+    def _allocate(self, num_pages: int) -> LeasedPages:
+        check_fits(num_pages, self._scheduler.geometry)
+        return self._arena.allocate(num_pages)
+
+    def store(self, digest: AdapterDigest) -> None:
+        """Write an adapter's packed file, unless it is there or the adapter is not here. Blocks."""
+        with self._lock:
+            packed = self.packed.get(digest)
+            if packed is None or self._files is None or digest in self._files:
+                return
+            self.held[digest] += 1
+        try:
+            self._files.store(digest, packed)
+        finally:
+            self.release(digest)
 
     def _put(self, digest: AdapterDigest, packed: PackedAdapter) -> None:
         """Keep what was packed, unless another thread was quicker. Under the lock."""

@@ -102,11 +102,21 @@ class AsyncEngine:
         """Keep an adapter in host memory, ready for requests; also one that was retired. Raises AdapterRefused."""
         self.engine.add_adapter(adapter)
 
+    def restore_adapter(self, digest: AdapterDigest) -> bool:
+        """As `add_adapter`, from the adapter's packed file; False if there is none to use. Blocks."""
+        return self.engine.restore_adapter(digest)
+
+    def store_adapter(self, digest: AdapterDigest) -> None:
+        """Keep an adapter that was added packed on disk, if there is a place for that. Blocks."""
+        self.engine.store_adapter(digest)
+
     def set_tenant_weight(self, tenant: str, weight: float) -> None:
         self.engine.set_tenant_weight(tenant, weight)
 
     def retire_adapter(self, digest: AdapterDigest) -> None:
+        """No new requests for it; its memory goes once those that run have ended, at once if none does."""
         self.engine.retire_adapter(digest)
+        self._submit(lambda: None)  # an engine that rests would look only at its next tick
 
     def compare(self, adapter: Adapter) -> AdapterComparison:
         """Compare an adapter with its merged reference (`Engine.compare`) while requests go on.

@@ -34,6 +34,7 @@ from loraplex.engine.host_arena import HostArena
 from loraplex.engine.loading import LoadedBase, Progress
 from loraplex.engine.loads import AdapterLoader
 from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
+from loraplex.engine.packed_files import PackedFiles
 from loraplex.engine.packing import Allocate, PackedAdapter, pack_adapter
 from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
 from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
@@ -86,7 +87,7 @@ class _Started:
 class Engine:
     """One base on one device with the adapters registered to it.
 
-    `add_adapter`, `retire_adapter`, `hold_adapter`, `release_adapter`, `set_tenant_weight`, `check`, `stats` and
+    What adds, restores, stores, retires, holds and releases adapters, `set_tenant_weight`, `check`, `stats` and
     `residency` may be called from any thread; the rest belongs to the thread that steps.
     """
 
@@ -97,10 +98,12 @@ class Engine:
         progress: Progress | None = None,
         *,
         max_host_bytes: int | None = None,
+        packed_files: PackedFiles | None = None,
     ) -> None:
         """`progress` is called while CUDA graphs are captured, with (graphs done, graphs in all).
 
         `max_host_bytes` bounds the host memory of adapters that were added; None: as much as there is.
+        `packed_files` keeps them packed on disk, for `restore_adapter`.
         """
         self.base = base.description
         self.tokenizer = base.tokenizer
@@ -121,7 +124,7 @@ class Engine:
         loader = AdapterLoader(self._runner, base.geometry.page_bytes)
         on_gpu, elems = base.decoder.device.type == "cuda", base.geometry.page_elems
         self.arena = HostArena(elems, base.decoder.dtype, max_bytes=max_host_bytes, pin_memory=on_gpu)
-        self.shelf = AdapterShelf(self._pack, self.arena, self.scheduler, loader, self._counters)
+        self.shelf = AdapterShelf(self._pack, self.arena, self.scheduler, loader, self._counters, packed_files)
         self._collected_s = 0.0  # when the last step's results came
         self._on_logits = on_logits
         self._probes = ProbeBook()
@@ -140,6 +143,14 @@ class Engine:
 
     def _pack(self, adapter: Adapter, allocate: Allocate) -> PackedAdapter:
         return pack_adapter(adapter, self.base.sites, self._geometry, allocate)
+
+    def restore_adapter(self, digest: AdapterDigest) -> bool:
+        """As `add_adapter`, from the packed file of an adapter that was stored; False if there is none to use."""
+        return self.shelf.restore(digest)
+
+    def store_adapter(self, digest: AdapterDigest) -> None:
+        """Keep an adapter that was added packed on disk, if the engine has a place for that. Blocks."""
+        self.shelf.store(digest)
 
     def retire_adapter(self, digest: AdapterDigest) -> None:
         """No new requests for it; its memory goes once the requests that run have ended."""

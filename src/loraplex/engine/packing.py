@@ -96,6 +96,16 @@ def _cast(module: AdapterModule, view: TensorView, dtype: torch.dtype) -> Tensor
     return cast
 
 
+def check_fits(num_pages: int, geometry: PoolGeometry) -> None:
+    """Raise AdapterRefused for an adapter of more pages than the pool can hold beside a request."""
+    if num_pages >= geometry.num_pages:
+        raise AdapterRefused(
+            RefusalReason.TOO_LARGE,
+            f"The adapter needs {num_pages} pages and must leave room for a request; the pool has "
+            f"{geometry.num_pages} (--kv-pages, --memory).",
+        )
+
+
 def pack_adapter(
     adapter: Adapter, sites: Sequence[BaseSite], geometry: PoolGeometry, allocate: Allocate
 ) -> PackedAdapter:
@@ -106,12 +116,7 @@ def pack_adapter(
     index = {site.name: i for i, site in enumerate(sites)}
     ranks = [SiteRank(index[m.site.name], m.site.d_in, m.site.d_out, m.rank) for m in adapter.modules]
     layout = plan_layout(ranks, geometry.page_elems, geometry.chunk_rank)
-    if layout.num_pages >= geometry.num_pages:
-        raise AdapterRefused(
-            RefusalReason.TOO_LARGE,
-            f"The adapter needs {layout.num_pages} pages and must leave room for a request; the pool has "
-            f"{geometry.num_pages} (--kv-pages, --memory).",
-        )
+    check_fits(layout.num_pages, geometry)
     image = allocate(layout.num_pages)
     try:
         _fill(image, layout, {index[m.site.name]: m for m in adapter.modules})

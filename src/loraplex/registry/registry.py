@@ -31,6 +31,9 @@ from loraplex.registry.tenants import Tenants
 from loraplex.registry.types import AdapterFacts, ArtifactRef, ModelPage, Principal, ResolvedVersion, Role, VersionInfo
 from loraplex.registry.uploads import Uploads
 
+CheckFiles = Callable[[BaseDescription, AdapterLimits], Adapter]
+"""Makes the adapter of files that were read. Raises ArtifactCorrupt, AdapterRefused."""
+
 
 @dataclass(frozen=True, slots=True)
 class RegistryConfig:
@@ -137,13 +140,20 @@ class Registry:
 
         Raises ArtifactMissing, ArtifactCorrupt, AdapterRefused, InvalidRequest for a version without files.
         """
+        return self.read(version)(base, limits)
+
+    def read(self, version: ResolvedVersion | VersionInfo) -> CheckFiles:
+        """Read a version's files and hash them; what is returned checks them. Blocks for the store, little for the CPU.
+
+        Raises ArtifactMissing, ArtifactCorrupt, StoreUnavailable, InvalidRequest for a version without files.
+        """
         if isinstance(version, ResolvedVersion):
             ref, digest = version.artifact, version.ref.digest
         elif version.artifact is not None and version.facts is not None:
             ref, digest = version.artifact, version.facts.digest
         else:
             raise InvalidRequest(f"Version {version.label} is {version.state.value}; it has no files.", "version")
-        return self._load(ref, digest, base, limits)
+        return partial(_check_files, self.read_artifact(ref), ref, digest)
 
     def read_artifact(self, ref: ArtifactRef) -> Artifact:
         """Both files of a version, hashed again. Raises ArtifactMissing, ArtifactCorrupt, StoreUnavailable."""
@@ -230,12 +240,15 @@ class Registry:
     ) -> None:
         self.close()
 
-    def _load(self, ref: ArtifactRef, digest: AdapterDigest, base: BaseDescription, limits: AdapterLimits) -> Adapter:
-        adapter = check_artifact(self.read_artifact(ref), base, limits)
-        if adapter.digest != digest:
-            message = f"The files {ref.weights.key} and {ref.config.key} make the adapter {adapter.digest}, "
-            raise ArtifactCorrupt(f"{message}not {digest} as recorded.")
-        return adapter
+
+def _check_files(
+    artifact: Artifact, ref: ArtifactRef, digest: AdapterDigest, base: BaseDescription, limits: AdapterLimits
+) -> Adapter:
+    adapter = check_artifact(artifact, base, limits)
+    if adapter.digest != digest:
+        message = f"The files {ref.weights.key} and {ref.config.key} make the adapter {adapter.digest}, "
+        raise ArtifactCorrupt(f"{message}not {digest} as recorded.")
+    return adapter
 
 
 def _validate(

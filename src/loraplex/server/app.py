@@ -65,7 +65,8 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
     catalog: LocalCatalog | RegistryCatalog
     if isinstance(models, Registry):
         room = HostRoom(config.max_host_adapters, config.host_adapter_bytes)
-        catalog = RegistryCatalog(models, engine, queries, HostAdapters(engine, room, config.host_patience_s))
+        host = HostAdapters(engine, room, config.host_patience_s, config.adapter_read_timeout_s)
+        catalog = RegistryCatalog(models, engine, queries, host)
     else:
         _check_same_base(engine, models)
         catalog = LocalCatalog(models)

@@ -8,6 +8,10 @@ from loraplex.core import ConfigError
 
 MIN_API_KEY_CHARS = 8
 DEFAULT_BODY_BUDGET_BYTES = 64 * 2**20
+_POSITIVE = (
+    *("max_body_bytes", "body_budget_bytes", "body_timeout_s"),
+    *("stall_timeout_s", "host_patience_s", "adapter_read_timeout_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +24,10 @@ class ServerConfig:
     a tenant may have a quarter of it.
 
     `max_host_adapters` adapters of a registry are kept in host memory, and `host_adapter_bytes` of their tensors; a
-    request waits up to `host_patience_s` for a place. `adapter_roots` are the directories below which operators may
-    load adapters at run time; None: not at all. `public_metrics` opens /metrics to callers without a key also where
-    there is a registry, whose adapter names it shows.
+    request waits up to `host_patience_s` for a place, and its adapter's files must come in `adapter_read_timeout_s`.
+    `adapter_roots` are the directories below which operators may load adapters at run time; None: not at all.
+    `public_metrics` opens /metrics to callers without a key also where there is a registry, whose adapter names it
+    shows.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -34,13 +39,14 @@ class ServerConfig:
     max_host_adapters: int = 256
     host_adapter_bytes: int = 4 * 2**30
     host_patience_s: float = 2.0
+    adapter_read_timeout_s: float = 30.0
     adapter_roots: tuple[Path, ...] | None = None
     public_metrics: bool = False
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not _is_usable_key(self.api_key):
             raise ConfigError(f"--api-key must be at least {MIN_API_KEY_CHARS} printable ASCII characters, no spaces.")
-        for name in ("max_body_bytes", "body_budget_bytes", "body_timeout_s", "stall_timeout_s", "host_patience_s"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if name == "max_body_bytes" and value is None:
                 continue

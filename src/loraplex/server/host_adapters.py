@@ -3,29 +3,24 @@
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from loraplex.adapters import Adapter
-from loraplex.core import AdapterDigest, ServerError
+from loraplex.core import AdapterDigest
+from loraplex.core.host_memory import HostMemoryFull
+from loraplex.server.adapter_reads import AdapterReads, AdapterSource
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_figures import HostCounters, HostFigures
 from loraplex.server.host_line import HostLine, Outcome, TakenTooLate, Wanted
 from loraplex.server.host_room import HostRoom
-from loraplex.server.threads import WorkerThreads
+from loraplex.server.load_backoff import LoadBackoff
 
-NUM_LOAD_THREADS = 2
 _MAX_TENANTS_REMEMBERED = 4096
+_ROOM_TICK_S = 0.02  # between looks whether memory has been given back
+_LEAVE_S = 0.25  # in which what was retired should have left the engine
 
-
-@dataclass(frozen=True, slots=True)
-class AdapterSource:
-    """Weights that can be read: `num_bytes` of LoRA tensors, from a place that stands for `key`."""
-
-    digest: AdapterDigest
-    num_bytes: int
-    key: Hashable
-    load: Callable[[], Adapter]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +37,14 @@ class HostLoad:
 
 
 @dataclass(slots=True, eq=False)
+class _Load:
+    """A read of one source, and the tenants whose requests have waited for it."""
+
+    task: "asyncio.Task[None]"
+    tenants: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
 class _Entry:
     """One adapter. `leases` counts, by tenant, requests that use it or wait for it; `loads` are reads, by source."""
 
@@ -49,7 +52,7 @@ class _Entry:
     is_ready: bool = False
     read_s: float = 0.0
     leases: Counter[str] = field(default_factory=Counter)
-    loads: dict[Hashable, "asyncio.Task[None]"] = field(default_factory=dict)
+    loads: dict[Hashable, _Load] = field(default_factory=dict)
 
     @property
     def is_idle(self) -> bool:
@@ -59,15 +62,25 @@ class _Entry:
 class HostAdapters:
     """Adapters by digest within a `HostRoom`. Belongs to one event loop; reading and packing happen in threads.
 
-    A request that finds no place waits for one for up to `patience_s`.
+    A request that finds no place waits for one for up to `patience_s`. The room counts bytes as stored; what the engine
+    really holds has a bound of its own, and where that is reached, idle adapters go and reads wait as long.
     """
 
-    def __init__(self, engine: ServingEngine, room: HostRoom, patience_s: float) -> None:
+    def __init__(
+        self,
+        engine: ServingEngine,
+        room: HostRoom,
+        patience_s: float,
+        read_timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine = engine
         self._room = room
         self._line = HostLine(self._take, room.num_used, patience_s)
-        self._threads = WorkerThreads(NUM_LOAD_THREADS, "loraplex-load")
+        self._patience_s = patience_s
+        self._reads = AdapterReads(engine, read_timeout_s)
         self._counters = HostCounters()
+        self._backoff = LoadBackoff(clock)
         self._entries: OrderedDict[AdapterDigest, _Entry] = OrderedDict()
         self._seen: OrderedDict[str, OrderedDict[AdapterDigest, None]] = OrderedDict()
 
@@ -82,16 +95,20 @@ class HostAdapters:
     async def acquire(self, tenant: str, source: AdapterSource) -> HostLoad:
         """Lease an adapter for a tenant, reading it if it is not there.
 
-        Requests for one source share one read, and its failure; the next request reads again. Raises Overloaded,
-        CallerLimitReached where the tenant has its share, AdapterRefused for one that can never fit, and what
-        `source.load` raises. Only after success must `release` be called.
+        Requests for one source share one read, and its failure. After that the source is left alone for a while, which
+        doubles with each failure in a row: Overloaded (ADAPTER_LOAD) says how long. Raises Overloaded,
+        CallerLimitReached where the tenant has its share, AdapterRefused for one that can never fit, StoreUnavailable
+        where reading takes too long, and what the source raises. Only after success must `release` be called.
         """
+        known = self._entries.get(source.digest)
+        if known is None or not known.is_ready:
+            self._backoff.check(tenant, (source.digest, source.key))
         await self._enter(Wanted(tenant, source.digest, source.num_bytes))
         entry = self._entries[source.digest]
         try:
             was_read, started = not entry.is_ready, time.perf_counter()
             if was_read:
-                await asyncio.shield(self._load_of(source, entry))
+                await asyncio.shield(self._load_of(tenant, source, entry))
             waited_s = time.perf_counter() - started if was_read else 0.0
         except BaseException:
             self._drop_lease(tenant, source.digest, entry)
@@ -177,32 +194,62 @@ class HostAdapters:
         return is_new
 
     # ------------------------------------------------------------------ reading
-    def _load_of(self, source: AdapterSource, entry: _Entry) -> "asyncio.Task[None]":
+    def _load_of(self, tenant: str, source: AdapterSource, entry: _Entry) -> "asyncio.Task[None]":
         """The read of this source that is under way, or a new one. It ends even if all who wait for it go."""
-        task = entry.loads.get(source.key)
-        if task is None:
-            task = entry.loads[source.key] = asyncio.create_task(self._load(source, entry))
-            task.add_done_callback(_retrieve)
-        return task
+        load = entry.loads.get(source.key)
+        if load is None:
+            load = entry.loads[source.key] = _Load(asyncio.create_task(self._load(tenant, source, entry)))
+            load.task.add_done_callback(_retrieve)
+        load.tenants.add(tenant)
+        return load.task
 
-    async def _load(self, source: AdapterSource, entry: _Entry) -> None:
-        started = time.perf_counter()
+    async def _load(self, tenant: str, source: AdapterSource, entry: _Entry) -> None:
+        started, failure = time.perf_counter(), None
         try:
-            await self._threads.run(self._read, source)
+            await self._reads.load(tenant, source, self._with_room)
             entry.is_ready, entry.read_s = True, time.perf_counter() - started
             self._counters.loaded(entry.read_s)
-        except Exception:
+            self._reads.keep(source.digest)
+        except Exception as error:
+            failure = error
             self._counters.failed()
             raise
         finally:
-            del entry.loads[source.key]
+            self._book(source, entry.loads.pop(source.key), failure)
             self._settle(source.digest, entry)
 
-    def _read(self, source: AdapterSource) -> None:
-        adapter = source.load()
-        if adapter.digest != source.digest:
-            raise ServerError(f"The adapter {adapter.digest} was read where {source.digest} was asked for.")
-        self._engine.add_adapter(adapter)
+    def _book(self, source: AdapterSource, load: _Load, failure: Exception | None) -> None:
+        """Note for all who waited how a read ended; want of memory is not the source's fault."""
+        for tenant in load.tenants:
+            if failure is None:
+                self._backoff.forget(tenant, (source.digest, source.key))
+            elif not isinstance(failure, HostMemoryFull):
+                self._backoff.note(tenant, (source.digest, source.key), failure)
+
+    async def _with_room(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """What `call` gives, when the engine has room for it. Raises HostMemoryFull after the patience."""
+        deadline = time.monotonic() + self._patience_s
+        retire_at = 0.0
+        while True:
+            try:
+                return await call()
+            except HostMemoryFull as error:
+                now = time.monotonic()
+                if now >= deadline:
+                    raise
+                if now >= retire_at and self._retire_idle(error.missing_bytes):
+                    retire_at = now + _LEAVE_S
+            await asyncio.sleep(_ROOM_TICK_S)
+
+    def _retire_idle(self, num_bytes: int) -> bool:
+        """Retire idle adapters of so many bytes, the least recently used first; whether there were any."""
+        idle = [digest for digest, entry in self._entries.items() if entry.is_idle]
+        for digest in idle:
+            if num_bytes <= 0:
+                break
+            num_bytes -= self._entries[digest].num_bytes
+            self._retire(digest)
+        return bool(idle)
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:

@@ -6,10 +6,11 @@ from functools import partial
 from loraplex.core import AdapterDigest
 from loraplex.core.registry_errors import Unauthenticated
 from loraplex.registry import ModelPage, NotInMemory, Principal, Registry, ResolvedVersion
+from loraplex.server.adapter_reads import AdapterSource, CheckAdapter
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease, OnResolved, ToldLoad
 from loraplex.server.engine_port import ServingEngine
-from loraplex.server.host_adapters import AdapterSource, HostAdapters
+from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.known_names import KnownNames
 from loraplex.server.threads import WorkerThreads
@@ -36,11 +37,11 @@ class RegistryCatalog:
         on_resolved(None if found is None else found.ref)
         if found is None:
             return ModelLease(None)
-        load = partial(self._registry.load, found, self._engine.base, self._registry.adapter_limits)
         digest, tenant = found.ref.digest, caller.account
         label = found.ref.label
         self._names.note(digest, label if "/" in label else f"{tenant}/{label}")
-        loaded = await self._host.acquire(tenant, AdapterSource(digest, found.num_bytes, found.artifact, load))
+        source = AdapterSource(digest, found.num_bytes, found.artifact, partial(self._read, found))
+        loaded = await self._host.acquire(tenant, source)
         told = ToldLoad(loaded.told_s is not None, loaded.told_s or 0.0)
         return ModelLease(
             found.ref, loaded.was_read, loaded.waited_s, told, partial(self._host.release, tenant, digest)
@@ -64,6 +65,9 @@ class RegistryCatalog:
 
     def host_figures(self) -> HostFigures:
         return self._host.figures()
+
+    def _read(self, found: ResolvedVersion) -> CheckAdapter:
+        return partial(self._registry.read(found), self._engine.base, self._registry.adapter_limits)
 
     async def _resolve(self, caller: Caller, model: str | None) -> ResolvedVersion | None:
         principal, base = _principal(caller), self._engine.base

@@ -1,0 +1,185 @@
+"""The file format of a packed adapter.
+
+    magic (8 bytes) | length of the header (u32 little-endian) | header (JSON) | tables | pages | sha256 of all before
+
+The header says whose file it is and how long the tables are. Pages are read straight to where they shall lie.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.engine.host_arena import HostPages, LeasedPages
+from loraplex.engine.packing import Allocate, PackedAdapter
+
+_MAGIC = b"lplxpk01"  # the format's version is in it
+_MAX_HEADER = 4096
+_PIECE_BYTES = 4 * 2**20  # hashed while the processor's cache has it
+_SHA_BYTES = 32
+_TABLES: dict[str, np.dtype[Any]] = {
+    "chunk_start": np.dtype("<i4"),
+    "chunk_rank": np.dtype("<i4"),
+    "piece_page": np.dtype("<i8"),
+    "piece_offset": np.dtype("<i8"),
+    "scale": np.dtype("<f4"),
+}
+
+
+class Damaged(Exception):
+    """What is wrong with a file."""
+
+
+def file_bytes(packed: PackedAdapter, identity: Mapping[str, str]) -> int:
+    """Size of the file that `write_packed` makes."""
+    return sum(map(len, _parts(packed, identity))) + _SHA_BYTES
+
+
+def write_packed(path: Path, packed: PackedAdapter, identity: Mapping[str, str]) -> None:
+    """Write a new file and have the disk keep it. `identity` is what reading will ask for. Raises OSError."""
+    sha = hashlib.sha256()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        for part in _parts(packed, identity):
+            for piece in _pieces(part):
+                _write_all(fd, piece)
+                sha.update(piece)
+        _write_all(fd, memoryview(sha.digest()))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_packed(fd: int, num_bytes: int, identity: Mapping[str, str], allocate: Allocate) -> PackedAdapter:
+    """The adapter of a file of so many bytes, its pages in what `allocate` gives.
+
+    Raises Damaged, also for a file of another identity, OSError, and what `allocate` raises; then nothing is leased.
+    """
+    reader = _Reader(fd, num_bytes)
+    header = reader.header()
+    if header.get("identity") != dict(identity):
+        raise Damaged("it is another adapter's, or was packed otherwise")
+    tables = {name: reader.table(header, name, dtype) for name, dtype in _TABLES.items()}
+    num_pages, page_bytes = header.get("pages"), header.get("page_bytes")
+    if not isinstance(num_pages, int) or num_pages < 1 or not isinstance(page_bytes, int):
+        raise Damaged("its header says nothing of pages")
+    if num_pages * page_bytes != reader.left:
+        raise Damaged(f"it has {num_bytes} bytes, which is not what its header says")
+    image = allocate(num_pages)
+    try:
+        reader.pages(image, page_bytes)
+        reader.check_sha()
+    except BaseException:
+        image.free()
+        raise
+    return PackedAdapter(image=image, **tables)
+
+
+def _parts(packed: PackedAdapter, identity: Mapping[str, str]) -> list[memoryview]:
+    """What a file holds, but for the hash."""
+    tables = {name: getattr(packed, name).astype(dtype, order="C", copy=False) for name, dtype in _TABLES.items()}
+    fields = {
+        "identity": dict(identity),
+        "shapes": {name: table.shape for name, table in tables.items()},
+        "pages": len(packed.image),
+        "page_bytes": packed.image.page_elems * packed.image.dtype.itemsize,
+    }
+    header = json.dumps(fields).encode()
+    assert len(header) <= _MAX_HEADER, "a header that no reader takes"
+    start = memoryview(_MAGIC + struct.pack("<I", len(header)) + header)
+    return [start, *(_bytes_of(table) for table in tables.values()), *_runs(packed.image)]
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _runs(image: HostPages) -> Iterator[memoryview]:
+    """The memory of an image, a run of neighbours at a time."""
+    return (_bytes_of(run.view(torch.uint8).numpy()) for run in image.runs)
+
+
+def _pieces(data: memoryview) -> Iterable[memoryview]:
+    ends = [*range(0, len(data), _PIECE_BYTES), len(data)]
+    return (data[start:end] for start, end in pairwise(ends))
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+class _Reader:
+    """Reads a file from its start and hashes what it reads."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self._fd = fd
+        self._sha = hashlib.sha256()
+        self.left = num_bytes - _SHA_BYTES  # before the hash
+
+    def header(self) -> dict[str, Any]:
+        start = self._take(len(_MAGIC) + 4)
+        if start[: len(_MAGIC)] != _MAGIC:
+            raise Damaged("it is no packed adapter of this version")
+        (length,) = struct.unpack("<I", start[len(_MAGIC) :])
+        if length > _MAX_HEADER:
+            raise Damaged("its header is too long")
+        try:
+            fields = json.loads(self._take(length))
+        except ValueError:
+            raise Damaged("its header cannot be read") from None
+        if not isinstance(fields, dict):
+            raise Damaged("its header cannot be read")
+        return fields
+
+    def table(self, header: Mapping[str, Any], name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The next table, of the shape that the header says."""
+        try:
+            shape = tuple(int(size) for size in header["shapes"][name])
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise Damaged(f"its header says nothing of {name}") from None
+        if len(shape) > 2 or not 0 <= num_bytes <= self.left:
+            raise Damaged(f"its header says too much of {name}")
+        return np.frombuffer(self._take(num_bytes), dtype).reshape(shape)
+
+    def pages(self, image: LeasedPages, page_bytes: int) -> None:
+        if page_bytes != image.page_elems * image.dtype.itemsize:
+            raise Damaged(f"its pages have {page_bytes} bytes")
+        for run in _runs(image):
+            for piece in _pieces(run):
+                self._fill(piece)
+
+    def check_sha(self) -> None:
+        """Raise Damaged unless the hash that follows is that of everything before."""
+        wanted, sha = self._sha.digest(), bytearray(_SHA_BYTES)
+        self.left = _SHA_BYTES
+        self._fill(memoryview(sha))
+        if bytes(sha) != wanted:
+            raise Damaged("its bytes have changed")
+
+    def _take(self, num_bytes: int) -> bytes:
+        data = bytearray(num_bytes)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _fill(self, view: memoryview) -> None:
+        """Read exactly as much as the view holds."""
+        if len(view) > self.left:
+            raise Damaged("it is too short")
+        self.left -= len(view)
+        rest = view
+        while rest:
+            count = os.readv(self._fd, [rest])
+            if count == 0:
+                raise Damaged("it was cut")
+            rest = rest[count:]
+        self._sha.update(view)
