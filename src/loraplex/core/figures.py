@@ -67,6 +67,7 @@ class AdapterResidence:
     num_running: int  # sequences that run on it; while there are any it is not evicted
     popularity: float  # starts since it came into the pool, with a half-life of a minute
     idle_s: float | None  # since the last start; None if there was none since it came
+    is_pinned: bool = False  # never evicted once it is in the pool
 
 
 @dataclass(frozen=True, slots=True)
