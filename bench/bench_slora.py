@@ -88,7 +88,7 @@ class AdapterCap:
         for digest in residency.resident:
             if num_pages <= 0:
                 return
-            if not residency.num_pins(digest) and digest not in wanted:
+            if not residency.num_users(digest) and digest not in wanted:
                 num_pages -= len(residency.pages(digest))
                 residency.evict(digest)
 

@@ -5,14 +5,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from loraplex.core import AdapterDigest
+from loraplex.core import AdapterDigest, InvalidRequest
 from loraplex.pool import AdapterResidency, Lease, PagePool
 
 ADAPTER_PAGES = {AdapterDigest(name * 64): pages for name, pages in zip("abcdef", (0, 1, 2, 2, 3, 5), strict=True)}
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model knows every page's namespace, every adapter's pins and the order of use, and foretells each answer."""
+    """The model knows every page's namespace, every adapter's users and the order of use, and foretells each answer."""
 
     @initialize(num_pages=st.integers(1, 12))
     def start(self, num_pages: int) -> None:
@@ -21,8 +21,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.owner: dict[int, str] = {}
         self.leases: dict[str, Lease] = {}
         self.released: list[Lease] = []
-        self.pins: dict[AdapterDigest, int] = {}  # of resident adapters
+        self.users: dict[AdapterDigest, int] = {}  # sequences of resident adapters
         self.idle: list[AdapterDigest] = []  # least recently used first
+        self.kept: set[AdapterDigest] = set()  # pinned by an operator, in the pool or not
         self.num_evictions = 0
         self.num_leases = 0
 
@@ -42,7 +43,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def forget(self, digest: AdapterDigest) -> None:
         self.idle.remove(digest)
-        del self.pins[digest]
+        del self.users[digest]
         self.disown(f"adapter:{digest}")
         self.num_evictions += 1
 
@@ -99,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------ adapters
     @rule(digest=st.sampled_from(sorted(ADAPTER_PAGES)))
     def acquire(self, digest: AdapterDigest) -> None:
-        was_resident = digest in self.pins
+        was_resident = digest in self.users
         fits = was_resident or self.expect_room(ADAPTER_PAGES[digest])
         acquired = self.residency.acquire(digest, ADAPTER_PAGES[digest])
         assert (acquired is not None) == fits
@@ -109,16 +110,16 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(acquired.pages) == ADAPTER_PAGES[digest]
         if acquired.is_cold:
             self.own(acquired.pages, f"adapter:{digest}")
-        self.pins[digest] = self.pins.get(digest, 0) + 1
+        self.users[digest] = self.users.get(digest, 0) + 1
         self.idle = [other for other in self.idle if other != digest]
 
-    @precondition(lambda self: any(self.pins.values()))
+    @precondition(lambda self: any(self.users.values()))
     @rule(data=st.data())
     def release_adapter(self, data: st.DataObject) -> None:
-        digest = data.draw(st.sampled_from(sorted(digest for digest, pins in self.pins.items() if pins)))
+        digest = data.draw(st.sampled_from(sorted(digest for digest, count in self.users.items() if count)))
         self.residency.release(digest)
-        self.pins[digest] -= 1
-        if not self.pins[digest]:
+        self.users[digest] -= 1
+        if not self.users[digest] and digest not in self.kept:
             self.idle.append(digest)
 
     @precondition(lambda self: self.idle)
@@ -128,12 +129,36 @@ class PoolMachine(RuleBasedStateMachine):
         self.residency.evict(digest)
         self.forget(digest)
 
-    @precondition(lambda self: any(self.pins.values()))
+    @precondition(lambda self: any(self.users.values()))
     @rule(data=st.data())
-    def evict_pinned(self, data: st.DataObject) -> None:
-        digest = data.draw(st.sampled_from(sorted(digest for digest, pins in self.pins.items() if pins)))
+    def evict_used(self, data: st.DataObject) -> None:
+        digest = data.draw(st.sampled_from(sorted(digest for digest, count in self.users.items() if count)))
         with pytest.raises(KeyError):
             self.residency.evict(digest)
+
+    @rule(digest=st.sampled_from(sorted(ADAPTER_PAGES)))
+    def pin(self, digest: AdapterDigest) -> None:
+        pages = sum(ADAPTER_PAGES[other] for other in self.kept | {digest})
+        if pages > self.pool.num_pages // 2 and digest not in self.kept:
+            with pytest.raises(InvalidRequest, match="--kv-pages"):
+                self.residency.pin(digest, ADAPTER_PAGES[digest])
+            return
+        self.residency.pin(digest, ADAPTER_PAGES[digest])
+        self.kept.add(digest)
+        self.idle = [other for other in self.idle if other != digest]
+
+    @rule(digest=st.sampled_from(sorted(ADAPTER_PAGES)))
+    def unpin(self, digest: AdapterDigest) -> None:
+        self.residency.unpin(digest)
+        if digest in self.kept and self.users.get(digest) == 0:
+            self.idle.append(digest)
+        self.kept.discard(digest)
+
+    @precondition(lambda self: self.kept & self.users.keys())
+    @rule(data=st.data())
+    def evict_kept(self, data: st.DataObject) -> None:
+        with pytest.raises(KeyError):
+            self.residency.evict(data.draw(st.sampled_from(sorted(self.kept & self.users.keys()))))
 
     @rule(num_pages=st.integers(0, 13), keep=st.none() | st.sampled_from(sorted(ADAPTER_PAGES)))
     def make_room(self, num_pages: int, keep: AdapterDigest | None) -> None:
@@ -152,20 +177,24 @@ class PoolMachine(RuleBasedStateMachine):
                 owner[page] = f"adapter:{digest}"
         assert owner == self.owner
         assert self.pool.num_free == self.num_free
-        assert set(self.residency.resident) == set(self.pins)
-        assert all(self.residency.num_pins(digest) == self.pins.get(digest, 0) for digest in ADAPTER_PAGES)
-        assert self.residency.num_pages == sum(ADAPTER_PAGES[digest] for digest in self.pins)
+        assert set(self.residency.resident) == set(self.users)
+        assert all(self.residency.num_users(digest) == self.users.get(digest, 0) for digest in ADAPTER_PAGES)
+        assert self.residency.num_pages == sum(ADAPTER_PAGES[digest] for digest in self.users)
         assert self.residency.num_idle_pages == sum(ADAPTER_PAGES[digest] for digest in self.idle)
         assert self.residency.num_evictions == self.num_evictions
+        assert set(self.residency.pinned) == self.kept
+        assert self.residency.num_pinned_pages == sum(ADAPTER_PAGES[digest] for digest in self.kept)
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
         for lease in self.leases.values():
             lease.release()
-        for digest, pins in self.pins.items():
-            for _ in range(pins):
+        for digest, count in self.users.items():
+            for _ in range(count):
                 self.residency.release(digest)
+        for digest in self.kept:
+            self.residency.unpin(digest)
         assert self.residency.make_room(self.pool.num_pages)
         assert self.pool.num_free == self.pool.num_pages, "a page leaked"
         self.residency.check_invariants()

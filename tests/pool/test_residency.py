@@ -2,8 +2,8 @@
 
 import pytest
 
-from loraplex.core import AdapterDigest
-from loraplex.pool import AdapterResidency, PagePool
+from loraplex.core import AdapterDigest, InvalidRequest
+from loraplex.pool import AdapterResidency, AdapterState, PagePool
 
 A, B, C = (AdapterDigest(name * 64) for name in "abc")
 
@@ -28,7 +28,7 @@ def test_first_acquire_is_cold_and_later_ones_are_not() -> None:
     assert second is not None
     assert (first.is_cold, second.is_cold) == (True, False)
     assert first.pages == second.pages == residency.pages(A)
-    assert (residency.num_pins(A), pool.num_free, residency.num_pages) == (2, 4, 2)
+    assert (residency.num_users(A), pool.num_free, residency.num_pages) == (2, 4, 2)
     residency.check_invariants()
 
 
@@ -147,7 +147,7 @@ def test_acquire_without_room_changes_nothing() -> None:
     make_idle(residency, B)
     assert residency.acquire(C, 4) is None
     assert residency.resident == (A, B)
-    assert (pool.num_free, residency.num_pins(C), residency.num_evictions) == (1, 0, 0)
+    assert (pool.num_free, residency.num_users(C), residency.num_evictions) == (1, 0, 0)
     residency.check_invariants()
 
 
@@ -177,4 +177,60 @@ def test_adapter_of_no_pages_is_served() -> None:
     assert acquired is not None
     assert acquired.pages == ()
     residency.release(A)
+    residency.check_invariants()
+
+
+# ---------------------------------------------------------------------- pins
+def test_pinned_adapter_stays_and_goes_like_others_when_it_is_unpinned() -> None:
+    pool = PagePool(8)
+    residency = AdapterResidency(pool)
+    residency.pin(A, 2)
+    assert residency.state(A) is AdapterState.ABSENT, "a pin alone brings nothing"
+    residency.acquire(A, 2)
+    residency.release(A)
+    assert not residency.make_room(7)
+    with pytest.raises(KeyError):
+        residency.evict(A)
+    assert residency.make_room(6)
+    residency.unpin(A)
+    assert residency.make_room(8)
+    assert residency.resident == ()
+    residency.unpin(A)
+    residency.check_invariants()
+
+
+def test_pin_of_an_idle_and_of_a_used_adapter() -> None:
+    residency = AdapterResidency(PagePool(8))
+    for digest in (A, B):
+        residency.acquire(digest, 2)
+    residency.release(A)
+    for digest in (A, B, A):
+        residency.pin(digest, 2)
+    assert (residency.num_pinned_pages, residency.num_idle_pages, residency.pinned) == (4, 0, (A, B))
+    residency.unpin(B)
+    assert residency.num_idle_pages == 0, "it is in use"
+    residency.release(B)
+    assert residency.num_idle_pages == 2
+    residency.check_invariants()
+
+
+def test_pins_beyond_half_of_the_pool_are_refused() -> None:
+    residency = AdapterResidency(PagePool(9))
+    residency.pin(A, 3)
+    with pytest.raises(InvalidRequest, match=r"takes 2 pages and 3 are pinned.* 4 of 9 pages \(--kv-pages, --memory\)"):
+        residency.pin(B, 2)
+    residency.pin(C, 1)
+    assert (residency.pinned, residency.pinned_pages(B), residency.num_pinned_pages) == ((A, C), 0, 4)
+
+
+def test_pin_of_an_adapter_that_is_loading_holds_when_it_is_ready_and_when_it_failed() -> None:
+    residency = AdapterResidency(PagePool(8))
+    assert residency.begin_load(A, 2, (), 0.0)
+    residency.pin(A, 2)
+    residency.fail(A, 1.0)
+    residency.check_invariants()
+    assert residency.begin_load(A, 2, (), 1.0)
+    residency.ready(A)
+    assert residency.is_unused(A)
+    assert residency.num_idle_pages == 0
     residency.check_invariants()

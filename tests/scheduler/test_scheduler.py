@@ -445,7 +445,7 @@ def test_ended_sequence_gives_everything_back() -> None:
     driver.step()
     scheduler = driver.scheduler
     assert scheduler.pool.num_free == scheduler.pool.num_pages - 1, "the idle adapter stays"
-    assert scheduler.residency.num_pins(A) == 0
+    assert scheduler.residency.num_users(A) == 0
     assert not scheduler.uses_adapter(A)
 
 

@@ -104,7 +104,7 @@ def _adapter_figures(scheduler: Scheduler, now: float) -> EngineStats:
         num_adapter_reloads=residency.reloads.count,
         reload_pages=residency.reloads.missing_pages(),
         popular_adapters=tuple(
-            AdapterUse(digest, popularity, residency.num_pins(digest))
+            AdapterUse(digest, popularity, residency.num_users(digest))
             for digest, popularity in residency.most_popular(NUM_POPULAR_ADAPTERS, now)
         ),
     )
@@ -151,9 +151,10 @@ def residences(
                 in_host_memory=image is not None,
                 num_pages=num_pages,
                 num_bytes=num_pages * page_bytes,
-                num_running=place.num_pins,
+                num_running=place.num_users,
                 popularity=place.popularity,
                 idle_s=max(0.0, now - place.used_s) if place.used_s is not None else None,
+                is_pinned=scheduler.residency.is_pinned(digest),
             )
         )
     return tuple(found)

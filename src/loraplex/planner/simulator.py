@@ -171,7 +171,7 @@ class Simulation:
         if not self.policy.keeps_idle:
             residency = self.scheduler.residency
             for digest in residency.resident:
-                if not residency.num_pins(digest):
+                if not residency.num_users(digest):
                     residency.evict(digest)
         return True
 

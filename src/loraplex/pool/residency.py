@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from loraplex.core import AdapterDigest, PageId
+from loraplex.core import AdapterDigest, InvalidRequest, PageId
 from loraplex.pool.adapter_state import AdapterEvent, AdapterState, next_state
 from loraplex.pool.idle import IdlePages
 from loraplex.pool.pool import Lease, PagePool
@@ -27,7 +27,7 @@ class EvictionReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """A pinned adapter. `is_cold`: its pages were just leased and must be filled before the next step runs."""
+    """An adapter in use. `is_cold`: its pages were just leased and must be filled before the next step runs."""
 
     digest: AdapterDigest
     pages: tuple[PageId, ...]
@@ -48,7 +48,7 @@ class Placement:
 
     state: AdapterState
     num_pages: int
-    num_pins: int
+    num_users: int
     popularity: float
     used_s: float | None
 
@@ -57,7 +57,7 @@ class Placement:
 class _Placed:
     lease: Lease
     state: AdapterState
-    num_pins: int = 0
+    num_users: int = 0
     popularity: float = 0.0
     used_s: float = 0.0
 
@@ -71,8 +71,9 @@ class _Placed:
 
 
 class AdapterResidency:
-    """Adapters in the pool, by digest. Pinned and loading ones are never evicted; idle ones go by `IdlePages`.
+    """Adapters in the pool, by digest. Those in use, loading or pinned are never evicted; idle ones go by `IdlePages`.
 
+    A pinned adapter stays once it is in the pool, used or not. Pins are bounded: the pool is for requests too.
     What only reads may be called while another thread is in one of the methods that change something.
     """
 
@@ -80,12 +81,14 @@ class AdapterResidency:
         "_cost",
         "_failed",
         "_idle",
+        "_pinned",
         "_placed",
         "_pool",
         "_reason",
         "evictions",
         "num_loading_pages",
         "num_pages",
+        "num_pinned_pages",
         "on_evict",
         "reloads",
     )
@@ -96,8 +99,10 @@ class AdapterResidency:
         self._cost = cost or ReloadCost()
         self._placed: dict[AdapterDigest, _Placed] = {}
         self._failed: dict[AdapterDigest, float] = {}  # until when no load is tried
+        self._pinned: dict[AdapterDigest, int] = {}  # and their pages, in the pool or not yet
         self._reason = EvictionReason.RETIRED  # of evictions now
         self.num_loading_pages = 0
+        self.num_pinned_pages = 0  # of pinned adapters, in the pool or not yet
         self.num_pages = 0  # held by adapters, idle ones and those being filled included
         self.evictions: Counter[EvictionReason] = Counter()
         self.reloads = Reloads()
@@ -135,9 +140,31 @@ class AdapterResidency:
     def is_resident(self, digest: AdapterDigest) -> bool:
         return self.state(digest) is AdapterState.RESIDENT
 
-    def num_pins(self, digest: AdapterDigest) -> int:
+    def num_users(self, digest: AdapterDigest) -> int:
         placed = self._placed.get(digest)
-        return placed.num_pins if placed else 0
+        return placed.num_users if placed else 0
+
+    def is_pinned(self, digest: AdapterDigest) -> bool:
+        return digest in self._pinned
+
+    @property
+    def pinned(self) -> tuple[AdapterDigest, ...]:
+        """In the order in which they were pinned."""
+        return tuple(self._pinned.copy())
+
+    @property
+    def max_pinned_pages(self) -> int:
+        """Most pages of pinned adapters: half of the pool."""
+        return self._pool.num_pages // 2
+
+    def pinned_pages(self, digest: AdapterDigest) -> int:
+        """Pages that an adapter's pin counts for; 0 for one that is not pinned."""
+        return self._pinned.get(digest, 0)
+
+    def is_unused(self, digest: AdapterDigest) -> bool:
+        """Whether an adapter is in the pool and was never acquired since it came."""
+        placed = self._placed.get(digest)
+        return placed is not None and not placed.popularity
 
     def num_failed(self, now: float) -> int:
         """Adapters whose load may not be tried now."""
@@ -159,7 +186,7 @@ class AdapterResidency:
         for digest, placed in self._placed.copy().items():
             pages, popularity = placed.lease.num_pages, placed.popularity_at(now)
             used_s = placed.used_s if placed.popularity else None
-            found[digest] = Placement(placed.state, pages, placed.num_pins, popularity, used_s)
+            found[digest] = Placement(placed.state, pages, placed.num_users, popularity, used_s)
         return found
 
     def pages(self, digest: AdapterDigest) -> tuple[PageId, ...]:
@@ -227,7 +254,7 @@ class AdapterResidency:
 
     # ------------------------------------------------------------------ use
     def acquire(self, digest: AdapterDigest, num_pages: int, now: float = 0.0) -> Acquired | None:
-        """Pin an adapter of `num_pages` pages, evicting what is idle if need be. None when there is no room.
+        """Use an adapter of `num_pages` pages, evicting what is idle if need be. None when there is no room.
 
         One that is loading cannot be acquired.
         """
@@ -242,7 +269,7 @@ class AdapterResidency:
             self._failed.pop(digest, None)
             placed = self._place(digest, num_pages, after)
         assert placed.state is AdapterState.RESIDENT, "acquired while it is loaded"
-        placed.num_pins += 1
+        placed.num_users += 1
         placed.use(now)
         if digest in self._idle:
             self._idle.remove(digest)
@@ -251,12 +278,15 @@ class AdapterResidency:
     def release(self, digest: AdapterDigest) -> None:
         """Undo one `acquire`. At the last one the adapter becomes idle, most recently used."""
         placed = self._placed[digest]
-        assert placed.num_pins > 0, "adapter released more often than acquired"
-        placed.num_pins -= 1
-        if not placed.num_pins:
+        assert placed.num_users > 0, "adapter released more often than acquired"
+        placed.num_users -= 1
+        if not placed.num_users:
             self._rest(digest, placed)
 
     def _rest(self, digest: AdapterDigest, placed: _Placed) -> None:
+        """Nobody uses it now: it may be evicted, unless it is pinned."""
+        if digest in self._pinned:
+            return
         num_pages = placed.lease.num_pages
         worth = max(placed.popularity, 1.0) * (self._cost.fixed_s / max(num_pages, 1) + self._cost.page_s)
         self._idle.add(digest, num_pages, worth, lambda: self.evict(digest))
@@ -273,18 +303,49 @@ class AdapterResidency:
         self.evictions[self._reason] += 1
         self.on_evict(digest)
 
+    # ------------------------------------------------------------------ pins
+    def pin(self, digest: AdapterDigest, num_pages: int) -> None:
+        """Keep an adapter in the pool, from its next load if it is not there; pinning again changes nothing.
+
+        Raises InvalidRequest where that would be too many pages.
+        """
+        if digest in self._pinned:
+            return
+        if self.num_pinned_pages + num_pages > self.max_pinned_pages:
+            raise InvalidRequest(
+                f"The adapter takes {num_pages} pages and {self.num_pinned_pages} are pinned; at most half of the pool "
+                f"may be, {self.max_pinned_pages} of {self._pool.num_pages} pages (--kv-pages, --memory).",
+                "pin",
+            )
+        self._pinned[digest] = num_pages
+        self.num_pinned_pages += num_pages
+        if digest in self._idle:
+            self._idle.remove(digest)
+
+    def unpin(self, digest: AdapterDigest) -> None:
+        """It may be evicted like others. One that is not pinned is ignored."""
+        num_pages = self._pinned.pop(digest, None)
+        if num_pages is None:
+            return
+        self.num_pinned_pages -= num_pages
+        placed = self._placed.get(digest)
+        if placed is not None and placed.state is AdapterState.RESIDENT and not placed.num_users:
+            self._rest(digest, placed)
+
     def check_invariants(self) -> None:
         self._pool.check_invariants()
         self._idle.check_invariants()
         loading = 0
         for digest, placed in self._placed.items():
-            assert placed.num_pins >= 0
-            is_idle = placed.state is AdapterState.RESIDENT and placed.num_pins == 0
-            assert is_idle == (digest in self._idle), "idle entries disagree with pins"
+            assert placed.num_users >= 0
+            is_idle = placed.state is AdapterState.RESIDENT and placed.num_users == 0 and digest not in self._pinned
+            assert is_idle == (digest in self._idle), "idle entries disagree with users and pins"
+            assert self._pinned.get(digest, placed.lease.num_pages) == placed.lease.num_pages
             assert placed.lease.namespace == f"adapter:{digest}"
             assert digest not in self._failed, "an adapter in the pool counts as failed"
             loading += placed.lease.num_pages if placed.state is AdapterState.LOADING else 0
         assert loading == self.num_loading_pages
+        assert self.num_pinned_pages == sum(self._pinned.values()) <= self.max_pinned_pages
         assert self.num_pages == sum(placed.lease.num_pages for placed in self._placed.values())
 
 

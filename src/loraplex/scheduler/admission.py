@@ -13,6 +13,7 @@ from loraplex.scheduler.config import SchedulerConfig
 from loraplex.scheduler.fairness import INPUT_WEIGHT, FairShares, in_turn
 from loraplex.scheduler.loads import LoadAhead
 from loraplex.scheduler.plan import AdapterLoad, ScheduledChunk
+from loraplex.scheduler.preloads import Preloads
 from loraplex.scheduler.queue import WaitingQueue
 from loraplex.scheduler.sequence import Sequence, SequenceStatus, WaitReason, age
 
@@ -27,6 +28,7 @@ class Parts:
     residency: AdapterResidency
     cache: PrefixCache
     waiting: WaitingQueue
+    preloads: Preloads
     shares: FairShares = field(default_factory=FairShares)
     running: list[Sequence] = field(default_factory=list)
 
@@ -37,6 +39,15 @@ class Parts:
     def num_growing(self) -> int:
         """Running sequences that may need a page more."""
         return sum(map(self.can_grow, self.running))
+
+    def spare_pages(self) -> int:
+        """Pages that loads must leave free: one for each sequence that may grow, and what pinned adapters lack."""
+        return self.num_growing() + self.preloads.num_missing_pages
+
+    def adapter_placed(self, digest: AdapterDigest) -> None:
+        """An adapter's pages are leased."""
+        self.waiting.adapter_placed(digest)
+        self.preloads.placed(digest)
 
     def in_turn(self, now: float) -> Iterator[Sequence]:
         """The queue as its turn comes."""
@@ -184,12 +195,12 @@ class Admission:
         return now - seq.blocked_since_s < self._config.adapter_patience_s
 
     def _spare_pages(self, turn: Pass) -> int:
-        """Pages that a start must leave free: one for each running sequence that may grow, and what those need who are
-        passed over and out of patience.
+        """Pages that a start must leave free: one for each running sequence that may grow, what pinned adapters lack,
+        and what those need who are passed over and out of patience.
 
         Without the first, what starts on the last page is preempted by the next step's growth, and recomputed.
         """
-        spare = self._parts.num_growing()
+        spare = self._parts.spare_pages()
         if turn.aged is not None:
             spare += self._parts.geometry.pages_for_tokens(turn.aged.num_tokens) + turn.aged.adapter_pages
         if turn.starved is not None and turn.starved is not turn.aged:
@@ -233,7 +244,7 @@ class Admission:
         if acquired.is_cold:
             turn.loads.append(AdapterLoad(acquired.digest, acquired.pages))
             self._parts.cache.adapter_came(digest)
-            self._parts.waiting.adapter_placed(digest)
+            self._parts.adapter_placed(digest)
         turn.active[digest] = seq.adapter_rank
 
     def _count_start(self, seq: Sequence, turn: Pass) -> None:

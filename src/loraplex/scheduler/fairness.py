@@ -44,7 +44,10 @@ class FairShares:
     def set_weight(self, tenant: Tenant, weight: float) -> None:
         """A tenant of weight 2 is served twice as much as one of weight 1."""
         assert weight > 0.0, f"a tenant's weight must be above 0, got {weight}"
-        self._weights[tenant] = weight
+        if weight == 1.0:
+            self._weights.pop(tenant, None)
+        else:
+            self._weights[tenant] = weight
 
     def served(self, tenant: Tenant) -> float:
         """A tenant's counter."""

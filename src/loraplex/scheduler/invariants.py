@@ -35,7 +35,7 @@ def check_pages(parts: Parts) -> None:
     pins = Counter(seq.adapter for seq in parts.running if seq.adapter is not None)
     assert len(pins) <= parts.config.max_loras
     for digest in parts.residency.resident:
-        assert parts.residency.num_pins(digest) == pins[digest]
+        assert parts.residency.num_users(digest) == pins[digest]
     own = sum(seq.lease.num_pages for seq in parts.running if seq.lease)
     held = own + parts.residency.num_pages + parts.cache.num_pages
     assert held + parts.pool.num_free == parts.pool.num_pages

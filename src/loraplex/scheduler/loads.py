@@ -7,6 +7,7 @@ from loraplex.core import AdapterDigest
 from loraplex.pool import AdapterResidency, AdapterState, PoolGeometry
 from loraplex.scheduler.config import SchedulerConfig
 from loraplex.scheduler.plan import AdapterLoad
+from loraplex.scheduler.preloads import Preloads
 from loraplex.scheduler.sequence import Sequence
 
 
@@ -15,12 +16,15 @@ class LoadAhead:
     held up by those behind it.
     """
 
-    __slots__ = ("_config", "_geometry", "_residency")
+    __slots__ = ("_config", "_geometry", "_preloads", "_residency")
 
-    def __init__(self, config: SchedulerConfig, geometry: PoolGeometry, residency: AdapterResidency) -> None:
+    def __init__(
+        self, config: SchedulerConfig, geometry: PoolGeometry, residency: AdapterResidency, preloads: Preloads
+    ) -> None:
         self._config = config
         self._geometry = geometry
         self._residency = residency
+        self._preloads = preloads
 
     def start(
         self,
@@ -57,7 +61,8 @@ class LoadAhead:
 
     def _begin(self, seq: Sequence, digest: AdapterDigest, ahead: int, wanted: set[AdapterDigest], now: float) -> bool:
         """Lease its pages if they fit beside the `ahead` that those before it take, and into what may be on its way."""
-        bound, loading = self._config.max_load_pages, self._residency.num_loading_pages
+        bound = self._config.max_load_pages
+        loading = self._residency.num_loading_pages - self._preloads.num_loading_pages
         if bound is not None and loading and loading + seq.adapter_pages > bound:
             return False
         if not self._residency.can_make_room(ahead + seq.adapter_pages, wanted):

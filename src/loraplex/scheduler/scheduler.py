@@ -40,9 +40,10 @@ from loraplex.scheduler.config import SchedulerConfig
 from loraplex.scheduler.cost import Calibrator
 from loraplex.scheduler.fairness import by_priority
 from loraplex.scheduler.invariants import check_pages, check_sequences
-from loraplex.scheduler.limits import StartRate, longest_length
+from loraplex.scheduler.limits import StartRate, check_pin, longest_length
 from loraplex.scheduler.loads import LoadAhead
 from loraplex.scheduler.plan import AdapterLoad, Committed, ScheduledChunk, StepPlan
+from loraplex.scheduler.preloads import Preloads
 from loraplex.scheduler.queue import WaitingQueue
 from loraplex.scheduler.sequence import UNKNOWN_TOKEN, Sequence, SequenceStatus, finish_reason, new_sequence
 
@@ -59,10 +60,11 @@ class Scheduler:
         self.cache = PrefixCache(self.pool, idle, geometry.page_tokens, config.prefix_page_s)
         self.residency.on_evict = self._adapter_left
         self.waiting = WaitingQueue(self.residency.is_placed)  # oldest first
-        self._parts = Parts(config, geometry, self.pool, self.residency, self.cache, self.waiting)
+        self.preloads = Preloads(config, self.pool, self.residency)
+        self._parts = Parts(config, geometry, self.pool, self.residency, self.cache, self.waiting, self.preloads)
         self.shares = self._parts.shares
         self.running = self._parts.running  # oldest first
-        self._load_ahead = LoadAhead(config, geometry, self.residency)
+        self._load_ahead = LoadAhead(config, geometry, self.residency, self.preloads)
         self._admission = Admission(self._parts, self._load_ahead)
         self.starts = self._admission.counts
         self.costs = Calibrator()
@@ -74,9 +76,17 @@ class Scheduler:
         self._next_id = 0
 
     # ------------------------------------------------------------------ arrivals and departures
-    def check_fits(self, prompt_len: int, max_tokens: int | None, adapter_pages: int) -> int:
-        """Longest length such a sequence may reach. Raises ContextTooLong if it could never run."""
-        return longest_length(self.geometry, self.config.max_model_len, prompt_len, max_tokens, adapter_pages)
+    def check_fits(
+        self, prompt_len: int, max_tokens: int | None, adapter_pages: int, digest: AdapterDigest | None = None
+    ) -> int:
+        """Longest length such a sequence may reach. Raises ContextTooLong if it could never run.
+
+        `adapter_pages` are those of the adapter `digest`, which may be pinned.
+        """
+        pinned = self.residency.num_pinned_pages
+        if digest is not None:
+            pinned -= self.residency.pinned_pages(digest)
+        return longest_length(self.geometry, self.config.max_model_len, prompt_len, max_tokens, adapter_pages, pinned)
 
     def check_queue(self, num_tokens: int) -> None:
         """Raise Overloaded if so many more prompt tokens are too many for the queue. An empty queue takes any."""
@@ -110,7 +120,8 @@ class Scheduler:
         `adapter_rank`: ranks of all projections that weigh as much as the adapter. Not `may_share`: it computes its
         prompt itself, and nobody takes a part of it.
         """
-        max_len = self.check_fits(len(request.prompt_token_ids), request.params.max_tokens, adapter_pages)
+        digest = request.adapter.digest if request.adapter is not None else None
+        max_len = self.check_fits(len(request.prompt_token_ids), request.params.max_tokens, adapter_pages, digest)
         space = self._space(request) if may_share else None
         added = []
         for _ in range(request.params.n):
@@ -170,30 +181,65 @@ class Scheduler:
         if not self.config.load_ahead:
             return ()
         self.waiting.look(self.residency.is_resident)
-        wanted = self.waiting.unplaced
-        loads = self._load_ahead.start(self._parts.in_turn(now), wanted, self._parts.num_growing, now)
+        parts = self._parts
+        loads = self.preloads.start_pinned(parts.num_growing, now)
         for load in loads:
-            self.waiting.adapter_placed(load.digest)
-        return loads
+            parts.adapter_placed(load.digest)
+        loads += self._load_ahead.start(parts.in_turn(now), self.waiting.unplaced, parts.spare_pages, now)
+        if not self.waiting:
+            loads += self.preloads.start_next(parts.spare_pages, now)
+        for load in loads:
+            parts.adapter_placed(load.digest)
+        return tuple(loads)
 
     def adapter_ready(self, digest: AdapterDigest) -> None:
         """The pages of a load are filled: its sequences may start."""
         self.residency.ready(digest)
         self.cache.adapter_came(digest)
+        self.preloads.ended(digest)
         self._admission.look_again()
 
     def adapter_failed(self, digest: AdapterDigest, until: float) -> tuple[Sequence, ...]:
         """A load went wrong and is not tried again before `until`; the sequences that wait for it, all to be ended."""
         self.residency.fail(digest, until)
         self.waiting.adapter_left(digest)
+        self.preloads.ended(digest)
         return self.waiting.of_adapter(digest)
+
+    def pin_adapter(self, digest: AdapterDigest, num_pages: int) -> None:
+        """Bring an adapter into the pool and keep it there. Pinning again changes nothing.
+
+        Raises InvalidRequest beyond `AdapterResidency.max_pinned_pages`, and Overloaded while a sequence is here that
+        could not end beside what would be pinned.
+        """
+        if not self.residency.is_pinned(digest):
+            sequences = self.sequences.values()
+            check_pin(self.geometry, self.residency, sequences, digest, num_pages, self.retry_after_s)
+        self.residency.pin(digest, num_pages)
+        self.preloads.pinned(digest, num_pages)
+
+    def unpin_adapter(self, digest: AdapterDigest) -> None:
+        """Let a pinned adapter be evicted like others. One that is not pinned is ignored."""
+        if self.residency.is_pinned(digest):
+            self.residency.unpin(digest)
+            self.preloads.drop(digest)
+            self._admission.look_again()
+
+    def preload_adapter(self, digest: AdapterDigest, num_pages: int, *, only_free: bool = False) -> None:
+        """Load an adapter while nothing waits, if there is room; `only_free`: in pages that nothing is cached in."""
+        self.preloads.want(digest, num_pages, only_free=only_free)
 
     def _adapter_left(self, digest: AdapterDigest) -> None:
         self.cache.adapter_left(digest)
         self.waiting.adapter_left(digest)
 
     def retire_adapter(self, digest: AdapterDigest) -> bool:
-        """Free the pages of an adapter that nobody uses, and of prefixes computed with it. False while it is loaded."""
+        """Free the pages of an adapter that nobody uses, and of prefixes computed with it; it is pinned no more.
+
+        False while it is loaded.
+        """
+        self.unpin_adapter(digest)
+        self.preloads.drop(digest)
         state = self.residency.state(digest)
         if state is AdapterState.LOADING:
             return False
@@ -387,5 +433,6 @@ class Scheduler:
         assert len(self.running) <= self.config.max_num_seqs
         check_sequences(self.sequences, self.waiting, self.running)
         self.waiting.check_invariants()
+        self.preloads.check_invariants()
         assert self._num_users == Counter(seq.adapter for seq in self.sequences.values() if seq.adapter is not None)
         check_pages(self._parts)
