@@ -26,8 +26,8 @@ PROMPTS = ([5, 6, 7], [8, 9], [10, 11, 12, 13], [14])
 class Real:
     """A tiny model, a registry with the default validator, and an app over both."""
 
-    def __init__(self, base: Path, folder: Path, adapters: list[Path]) -> None:
-        config = EngineConfig(dtype="float32", memory_bytes=2**23, num_threads=1)
+    def __init__(self, base: Path, folder: Path, adapters: list[Path], **options: Any) -> None:
+        config = EngineConfig(dtype="float32", memory_bytes=2**23, num_threads=1, **options)
         self.root = folder / "root"
         for number, adapter in enumerate(adapters):
             shutil.copytree(adapter, self.root / f"a{number}")
