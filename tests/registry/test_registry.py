@@ -311,6 +311,15 @@ def test_a_file_swept_before_the_commit_is_put_back(acme: World, monkeypatch: py
     acme.registry.load(version, BASE, AdapterLimits())
 
 
+def test_digests_are_those_of_versions_that_are_not_deleted(acme: World) -> None:
+    kept, gone = acme.publish("acme", "sup", seed=1), acme.publish("acme", "sup", seed=2)
+    assert kept.facts is not None
+    assert gone.facts is not None
+    assert acme.registry.digests() == {kept.facts.digest, gone.facts.digest}
+    acme.registry.adapters.delete_version(OPERATOR, "acme", "sup", gone.number)
+    assert acme.registry.digests() == {kept.facts.digest}
+
+
 def test_loading_checks_the_digest_of_what_it_read(acme: World) -> None:
     first, second = acme.publish("acme", "sup", seed=1), acme.publish("acme", "sup", seed=2)
     crossed = replace(first, artifact=second.artifact)

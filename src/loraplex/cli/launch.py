@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from loraplex.adapters import CatalogEntry
     from loraplex.engine import AsyncEngine, EngineConfig, LoadedBase, ServedModels
+    from loraplex.engine.packed_files import PackedFiles
     from loraplex.registry import Registry, RegistryConfig
     from loraplex.server import ServerConfig
 
@@ -86,12 +89,19 @@ def launch(
     console: Console,
     name: str | None = None,
     registry_config: "RegistryConfig | None" = None,
+    packed_bytes: int = 0,
 ) -> Launched:
-    """Load everything and start the engine's thread. Raises BaseRefused, AdapterRefused or ConfigError."""
+    """Load everything and start the engine's thread. Raises BaseRefused, AdapterRefused or ConfigError.
+
+    With a registry, `packed_bytes` of packed adapters are kept in its data directory.
+    """
     started_s = time.monotonic()
     registry = None if registry_config is None else open_registry(registry_config, console)
     try:
-        return _launch(base_dir, modules, engine_config, server_config, console, name, registry, started_s)
+        packed = None
+        if registry_config is not None and packed_bytes > 0:
+            packed = partial(_packed_files, registry_config, packed_bytes)
+        return _launch(base_dir, modules, engine_config, server_config, console, name, registry, packed, started_s)
     except BaseException:
         if registry is not None:
             registry.close()
@@ -121,6 +131,7 @@ def _launch(
     console: Console,
     name: str | None,
     registry: "Registry | None",
+    open_packed: "Callable[[LoadedBase], PackedFiles] | None",
     started_s: float,
 ) -> Launched:
     with progress_bar(console, "Loading weights") as progress:
@@ -131,7 +142,8 @@ def _launch(
 
         base = load_base(base_dir, engine_config, name=name, progress=progress)
     with progress_bar(console, "Capturing CUDA graphs") as progress:
-        engine = Engine(base, progress=progress, max_host_bytes=server_config.host_adapter_bytes)
+        packed = None if open_packed is None else open_packed(base)
+        engine = Engine(base, progress=progress, max_host_bytes=server_config.host_adapter_bytes, packed_files=packed)
     models = ServedModels(engine, AdapterLimits(max_rank=engine_config.max_lora_rank))
     with progress_bar(console, "Loading adapters") as progress:
         for done, module in enumerate(modules, start=1):
@@ -144,8 +156,16 @@ def _launch(
     client = AsyncEngine(engine)
     app = create_app(client, models if registry is None else registry, server_config)
     client.start()
-    sweep = None if registry is None else PeriodicSweep(registry)
+    sweep = None if registry is None else PeriodicSweep(registry, packed)
     return Launched(app, client, models, base, started_s, registry, sweep)
+
+
+def _packed_files(config: "RegistryConfig", max_bytes: int, base: "LoadedBase") -> "PackedFiles":
+    """Packed adapters in a registry's data directory. Raises ConfigError."""
+    from loraplex.engine.packed_files import PackedFiles, packing_stamp
+
+    stamp = packing_stamp(base.description.sites, base.geometry, base.decoder.dtype, config.adapter_limits)
+    return PackedFiles(config.data_dir / "packed", max_bytes, stamp)
 
 
 def _load_adapter(models: "ServedModels", module: LoraModule) -> None:

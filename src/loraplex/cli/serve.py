@@ -52,8 +52,11 @@ _MaxCpuLoras = typer.Option(
     min=1,
 )
 _CpuMemory = typer.Option(
-    help="Memory for adapters of a registry in host memory, for example 8G, counted as their tensors are stored; "
+    help="Memory for adapters of a registry in host memory, for example 8G, in pages of the pool; "
     "default: a quarter of what is available at the start."
+)
+_PackedCache = typer.Option(
+    help="Disk for adapters of a registry as they lie in memory, for example 100G, in the data directory; 0: none."
 )
 _PublicMetrics = typer.Option(
     "--public-metrics", help="With a registry, serve /metrics without a key too; it shows names of adapters at work."
@@ -103,6 +106,7 @@ def serve(
     max_loras: Annotated[int, _MaxLoras] = 32,
     max_cpu_loras: Annotated[int | None, _MaxCpuLoras] = None,
     cpu_lora_memory: Annotated[str | None, _CpuMemory] = None,
+    packed_cache_size: Annotated[str, _PackedCache] = "16G",
     max_lora_rank: Annotated[int | None, _MaxRank] = None,
     kv_pages: Annotated[int | None, typer.Option(help="Pages of the pool for KV and adapters.", min=1)] = None,
     memory: Annotated[str | None, _Memory] = None,
@@ -146,9 +150,9 @@ def serve(
     room = max_cpu_loras or max(DEFAULT_HOST_ADAPTERS, max_loras)
     config = server_config(key, room, cpu_lora_memory, roots, public_metrics)
     modules, sockets = start_modules(lora_modules, registry), open_port(host, port, key, registry, insecure_no_auth)
-    run(
-        launch(base, modules, engine_config, config, console, served_model_name, registry), sockets, host, port, console
-    )
+    packed = parse_size(packed_cache_size, "--packed-cache-size")
+    launched = launch(base, modules, engine_config, config, console, served_model_name, registry, packed)
+    run(launched, sockets, host, port, console)
 
 
 def run(launched: Launched, sockets: list[socket], host: str, port: int, console: Console) -> None:

@@ -12,7 +12,14 @@ from pathlib import Path
 from sqlalchemy import Connection, or_, select
 
 from loraplex.adapters import AdapterLimits, Artifact, read_artifact
-from loraplex.core import AdapterRefused, BaseDescription, BaseFingerprint, InvalidRequest, RefusalReason
+from loraplex.core import (
+    AdapterDigest,
+    AdapterRefused,
+    BaseDescription,
+    BaseFingerprint,
+    InvalidRequest,
+    RefusalReason,
+)
 from loraplex.core.registry_errors import RegistryLimitReached, StoreUnavailable
 from loraplex.registry.access import LOCAL_OPERATOR, check_caller, find_owner, require_role
 from loraplex.registry.blobs import BlobStore, StagedBlob, is_blob_key
@@ -123,6 +130,18 @@ class Publisher:
             if candidates:
                 count += self._delete(candidates, before)
         return count
+
+    def digests(self) -> frozenset[AdapterDigest]:
+        """Digests of all versions that were not deleted, of all tenants."""
+        query = (
+            select(versions.c.digest)
+            .where(versions.c.state != VersionState.DELETED.value)
+            .where(versions.c.digest.is_not(None))
+            .distinct()
+            .execution_options(cross_tenant="weights may belong to versions of several tenants")
+        )
+        with self._store.read() as connection:
+            return frozenset(AdapterDigest(digest) for digest in connection.execute(query).scalars())
 
     def _delete(self, candidates: list[BlobKey], before: float) -> int:
         """Delete what is still old and unreferenced while no version can be inserted."""

@@ -204,6 +204,10 @@ class Registry:
         """Remove files that no version needs and uploads that were left, if older than this; returns how many."""
         return self._publisher.sweep(older_than_s) + self._uploads.sweep(self._store.now() - older_than_s)
 
+    def digests(self) -> frozenset[AdapterDigest]:
+        """Digests of all versions that were not deleted, of all tenants: for who keeps weights by digest."""
+        return self._publisher.digests()
+
     # ------------------------------------------------------------------ audit
     def verify_audit(self, principal: Principal, tenant: str | None = None) -> AuditReport:
         """Check the audit log of one tenant, or with None of all (operators only), against its signatures."""

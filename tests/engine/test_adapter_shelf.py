@@ -1,0 +1,139 @@
+"""Adapters between disk, host memory and the pool: nothing leaks, and they come back as they were."""
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.adapters import AdapterLimits, load_adapter
+from loraplex.core import AdapterRefused, ModelNotFound, RefusalReason
+from loraplex.core.host_memory import HostMemoryFull
+from loraplex.engine import Engine
+from loraplex.engine.host_arena import HostArena
+from loraplex.engine.packed_files import PackedFiles, packing_stamp
+
+from ..conftest import MakeAdapter, MakeBase
+from ..oracle import GREEDY, Harness, random_prompt
+
+
+def keep_packed(harness: Harness, directory: Path) -> PackedFiles:
+    engine = harness.engine
+    stamp = packing_stamp(engine.base.sites, engine._geometry, engine._decoder.dtype, AdapterLimits())
+    files = engine.shelf._files = PackedFiles(directory, 2**30, stamp)
+    return files
+
+
+def bound_host_memory(engine: Engine, max_bytes: int) -> None:
+    arena = HostArena(engine._geometry.page_elems, engine._decoder.dtype, max_bytes=max_bytes, block_bytes=2**16)
+    engine.arena = engine.shelf._arena = arena
+
+
+def test_adapter_comes_back_from_its_packed_file_with_the_same_answers(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    base, prompt = tiny_base("llama"), random_prompt(9)
+    path = tiny_adapter(base, rank=16)
+    harness = Harness(base)
+    keep_packed(harness, tmp_path)
+    ref = harness.load("a", path)
+    wanted = harness.answer(prompt, GREEDY, ref)
+    harness.engine.store_adapter(ref.digest)
+    harness.engine.retire_adapter(ref.digest)
+    harness.step()
+    assert harness.engine.shelf.packed == {}
+    assert harness.engine.arena.num_leased == 0
+    with pytest.raises(ModelNotFound):
+        harness.add(prompt, GREEDY, ref)
+    restarted = Harness(base)
+    files = keep_packed(restarted, tmp_path)
+    for one in (harness, restarted):
+        assert one.engine.restore_adapter(ref.digest)
+        assert one.answer(prompt, GREEDY, ref).tokens == wanted.tokens
+    assert files.counts().num_hits == 1
+    assert restarted.engine.restore_adapter(ref.digest), "it is here"
+    assert files.counts().num_hits == 1
+
+
+def test_what_was_never_stored_or_is_damaged_is_not_restored(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    base = tiny_base("llama")
+    harness = Harness(base)
+    adapter = load_adapter(tiny_adapter(base), harness.engine.base, AdapterLimits())
+    assert not harness.engine.restore_adapter(adapter.digest), "there is no place for packed files"
+    harness.engine.store_adapter(adapter.digest)
+    keep_packed(harness, tmp_path)
+    assert not harness.engine.restore_adapter(adapter.digest)
+    harness.engine.store_adapter(adapter.digest)
+    assert list(tmp_path.iterdir()) == [], "an adapter that is not here is not stored"
+    harness.engine.add_adapter(adapter)
+    harness.engine.store_adapter(adapter.digest)
+    (file,) = tmp_path.iterdir()
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    harness.engine.retire_adapter(adapter.digest)
+    harness.step()
+    assert not harness.engine.restore_adapter(adapter.digest)
+    assert harness.engine.arena.num_leased == 0
+
+
+def test_restored_adapter_must_fit_the_pool_too(tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path) -> None:
+    base = tiny_base("llama")
+    harness = Harness(base)
+    keep_packed(harness, tmp_path)
+    ref = harness.load("a", tiny_adapter(base, rank=16))
+    harness.engine.store_adapter(ref.digest)
+    small = Harness(base, kv_pages=harness.engine.shelf.packed[ref.digest].num_pages)
+    keep_packed(small, tmp_path)
+    with pytest.raises(AdapterRefused) as caught:
+        small.engine.restore_adapter(ref.digest)
+    assert caught.value.reason is RefusalReason.TOO_LARGE
+
+
+def test_full_host_memory_refuses_and_room_comes_back_with_what_is_retired(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter
+) -> None:
+    base = tiny_base("llama")
+    harness = Harness(base)
+    paths = [tiny_adapter(base, rank=16, seed=seed) for seed in range(3)]
+    adapters = [load_adapter(path, harness.engine.base, AdapterLimits()) for path in paths]
+    bound_host_memory(harness.engine, 2**18)
+    arena = harness.engine.arena
+    harness.engine.add_adapter(adapters[0])
+    needed = arena.num_leased
+    bound_host_memory(harness.engine, 1 << (2 * needed * arena.page_bytes - 1).bit_length())
+    harness.engine.shelf.packed.clear()
+    arena, count = harness.engine.arena, 0
+    with pytest.raises(HostMemoryFull):
+        for adapter in adapters * 10:
+            harness.engine.retire_adapter(adapter.digest)
+            harness.engine.add_adapter(adapter)
+            count += 1
+            arena.allocate(needed)
+    assert count >= 1
+    leased = arena.num_leased
+    held = harness.engine.hold_adapter(adapters[2])
+    assert arena.num_leased == leased, "a comparison finds room beside the bound"
+    assert held.num_pages == needed
+    harness.engine.release_adapter(adapters[2].digest)
+    for adapter in adapters:
+        harness.engine.retire_adapter(adapter.digest)
+    harness.step()
+    assert harness.engine.shelf.packed == {}
+    assert arena.num_leased == leased - count * needed
+
+
+def test_adapter_that_is_refused_while_it_is_packed_leaves_no_pages(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base("llama")
+    harness = Harness(base)
+    adapter = load_adapter(tiny_adapter(base), harness.engine.base, AdapterLimits())
+
+    def refuse(*args: object) -> None:
+        raise AdapterRefused(RefusalReason.NONFINITE, "it has NaN")
+
+    monkeypatch.setattr("loraplex.engine.packing._cast", refuse)
+    with pytest.raises(AdapterRefused):
+        harness.engine.add_adapter(adapter)
+    assert harness.engine.arena.num_leased == 0
