@@ -87,18 +87,20 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, monkeypat
         assert torch.equal(attend(one, [length], qkv[row : row + 1], shape, 16)[0], together[row])
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("kv_heads", "window"), [(8, 0), (4, 0), (2, 0), (2, 40), (1, 0)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_rows_of_a_prompt_attend_up_to_themselves(
-    dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, kv_heads: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of several rows beside single ones; a row has the bits that it has as the last of its sequence."""
     monkeypatch.setattr(decode_attention, "SPLIT_TOKENS", 64)
-    shape = AttentionShape(8, 2, 64, 0.125, window)
-    kv = make_kv_batch(dtype, layers=3, kv_heads=2, head_dim=64, page_tokens=16, lengths=LENGTHS, new_rows=[1] * 6)
+    shape, width = AttentionShape(8, kv_heads, 64, 0.125, window), (8 + 2 * kv_heads) * 64
+    kv = make_kv_batch(
+        dtype, layers=3, kv_heads=kv_heads, head_dim=64, page_tokens=16, lengths=LENGTHS, new_rows=[1] * 6
+    )
     keys, values = fill_pages(kv, LENGTHS, layer=1)
     rows = [(0, 1), *((3, length) for length in range(290, 301)), *((4, length) for length in range(1, 34)), (5, 70)]
-    qkv = randn(len(rows), 12 * 64, dtype=dtype)
+    qkv = randn(len(rows), width, dtype=dtype)
     got = attend(kv, LENGTHS, qkv, shape, 16, rows)
     for i, (seq, length) in enumerate(rows):
         exact = exact_attention(qkv[i, :512].view(8, 64), keys[seq], values[seq], length - 1, window)

@@ -13,9 +13,7 @@ from loraplex.kernels.gpu import (
     BoundLora,
     WorkItems,
     choose_tiles,
-    lora_add,
     lora_delta,
-    lora_shrink,
     partial_sums,
     plan_items,
 )
@@ -120,19 +118,6 @@ def assert_delta(got: torch.Tensor, case: LoraCase, dtype: torch.dtype) -> None:
 def test_delta_equals_the_row_loop(name: str, dtype: torch.dtype, block_rows: int) -> None:
     case = make_lora_case(dtype, **CASES[name])
     assert_delta(run(case, block_rows), case, torch.bfloat16 if dtype is not torch.float32 else dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("several", [False, True])
-def test_adding_in_place_has_the_bits_of_reading_the_delta(dtype: torch.dtype, several: bool) -> None:
-    case = make_lora_case(dtype, ranks=[[16, 33, 0], [3, 0, 20]], slots=[0, -1, 1, 0], rows=[1, 2, 3, 9])
-    bound = replace(bind(case), several=several)
-    y = case.y.clone().to(DEVICE)
-    lora_shrink(case.x.to(DEVICE), case.sites, bound)
-    lora_add(y, case.sites, bound)
-    delta, mask = run(case, several=several), covered(case)
-    read = (case.y.float() + delta.float()).to(dtype)
-    assert torch.equal(y.cpu(), torch.where(mask, read, case.y))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -125,9 +125,7 @@ class CudaRunner:
         size = partial_sums(linears[0], MAX_ITEMS, DECODE_ROWS)
         self._part = torch.empty(size, dtype=torch.float32, device=decoder.device)
         self._decode_lora = DecodeAdapters(num_sites, self._buckets.max_rows, align, decoder.device)
-        self._prompt_lora = PromptAdapters(
-            self._buffer.flat, linears[0], num_sites, decoder.max_rows, align, self._part
-        )
+        self._prompt_lora = PromptAdapters(self._buffer.flat, linears[0], num_sites, align)
 
     # ------------------------------------------------------------------ capture
     def capture(self, progress: _Progress | None = None, *, in_graphs: bool = True) -> None:
@@ -148,8 +146,6 @@ class CudaRunner:
 
     def _warm_prompts(self, chunks: int) -> None:
         """Run a step of a prompt, so that what it needs is compiled: with an adapter of that many chunks, or none.
-
-        Its first row stands for a decoding one, whose adapter has a list of its own.
 
         Its tokens go to page 0, which nobody holds yet.
         """
@@ -172,14 +168,14 @@ class CudaRunner:
         self._stream.synchronize()
 
     def _zero_adapter(self, num_rows: int, chunks: int) -> LoraBatch:
-        """An adapter of full chunks that all lie at the pool's start, for the first row, and for those after it."""
+        """An adapter of full chunks that all lie at the pool's start."""
         num_sites = self._decode_lora.items.count.shape[0]
         starts = torch.arange(num_sites + 1, dtype=torch.int32)[None] * chunks
         zeros = torch.zeros(num_sites * chunks, dtype=torch.int64)
         return LoraBatch(
             pages=self._buffer.flat,
-            seg_start=torch.tensor([0, 1, num_rows], dtype=torch.int32),
-            seg_slot=torch.zeros(2, dtype=torch.int32),
+            seg_start=torch.tensor([0, num_rows], dtype=torch.int32),
+            seg_slot=torch.zeros(1, dtype=torch.int32),
             chunk_start=starts,
             chunk_a=zeros,
             chunk_b=zeros,

@@ -8,9 +8,7 @@ from loraplex.kernels.gpu.lora import (
     BoundLora,
     Tiles,
     choose_tiles,
-    lora_add,
     lora_delta,
-    lora_shrink,
     partial_sums,
 )
 from loraplex.kernels.gpu.prefill import WARM_CHUNKS, BoundPrefill
@@ -28,9 +26,7 @@ __all__ = [
     "WorkItems",
     "choose_tiles",
     "count_blocks",
-    "lora_add",
     "lora_delta",
-    "lora_shrink",
     "partial_sums",
     "plan_blocks",
     "plan_items",

@@ -3,6 +3,9 @@
 Every row is on its own: the keys it attends to are cut every SPLIT_TOKENS; a program attends to one piece with the
 query heads of one key head. A row of one piece is done then, the pieces of longer ones are merged. Where the cuts lie
 depends on the row's place in its sequence alone, so its bits do not depend on what shares the step.
+
+The matrix units take GROUP heads at once. Where a key head has fewer, neighbouring rows of a sequence that are cut
+alike fill them: they share the reads, and none sees a token beyond itself.
 """
 
 from collections.abc import Iterable
@@ -22,12 +25,13 @@ _BLOCK = 64  # tokens at a time
 
 
 @triton.jit
-def _attend(q, keys, values, pages, first, last, stride_page, stride_token, scale,
+def _attend(q, keys, values, pages, first, last, ends, stride_page, stride_token, scale,
             DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
             STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Softmax-weighted values of tokens [first, last), unnormalised [GROUP, DIM], largest score and sum of weights.
+    """Softmax-weighted values of tokens [first, end), unnormalised [GROUP, DIM], largest score and sum of weights.
 
-    q [GROUP, DIM]; keys and values at a key head; scores are exponents of two.
+    q [GROUP, DIM]; ends [GROUP], after `first` and at most `last`; keys and values at a key head; scores are exponents
+    of two.
     """
     dims = tl.arange(0, DIM)
     best = tl.full((GROUP,), float("-inf"), tl.float32)
@@ -41,7 +45,7 @@ def _attend(q, keys, values, pages, first, last, stride_page, stride_token, scal
         k = tl.load(keys + cell[None, :] + dims[:, None], mask=is_token[None, :], other=0.0)
         v = tl.load(values + cell[:, None] + dims[None, :], mask=is_token[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
-        scores = tl.where(is_token[None, :], scores, float("-inf"))
+        scores = tl.where(tokens[None, :] < ends[:, None], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(best - higher)
@@ -57,7 +61,7 @@ def _attend_decode(
     keys,  # a layer's keys: page stride stride_page, token stride stride_token
     values,
     pages,  # [all pages] int32
-    pieces,  # [count, 8] int32: row, first page in `pages`, first and last token, place among the parts or -1
+    pieces,  # [count, 8] int32, see `_Pieces`
     count,  # [1] int32
     out,  # [rows, heads, DIM], contiguous
     part,  # [parts, heads, DIM] float32
@@ -77,26 +81,29 @@ def _attend_decode(
 ):
     kv_head = tl.program_id(0)
     lanes, dims = tl.arange(0, GROUP), tl.arange(0, DIM)
-    head = kv_head * group + lanes
-    is_head = (lanes < group)[:, None]
+    member = lanes // group
+    head = kv_head * group + lanes % group
     place = head[:, None] * DIM + dims[None, :]
     for index in range(tl.program_id(1), tl.load(count), tl.num_programs(1)):
         piece = pieces + index * 8
-        row = tl.load(piece).to(tl.int64)
+        row = tl.load(piece).to(tl.int64) + member
         first, last = tl.load(piece + 2), tl.load(piece + 3)
-        query = tl.load(q + row * stride_q + place, mask=is_head, other=0.0)
+        is_lane = member < tl.load(piece + 5)
+        ends = tl.where(is_lane, tl.minimum(last, tl.load(piece + 6) + member), last)
+        query = tl.load(q + row[:, None] * stride_q + place, mask=is_lane[:, None], other=0.0)
         total, best, mass = _attend(
-            query, keys + kv_head * DIM, values + kv_head * DIM, pages + tl.load(piece + 1), first, last,
+            query, keys + kv_head * DIM, values + kv_head * DIM, pages + tl.load(piece + 1), first, last, ends,
             stride_page, stride_token, scale, DIM, PAGE_TOKENS, BLOCK, GROUP, STAGES, PRECISION,
         )  # fmt: skip
         slot = tl.load(piece + 4)
         if slot < 0:
-            tl.store(out + row * heads * DIM + place, (total / mass[:, None]).to(out.dtype.element_ty), mask=is_head)
+            result = (total / mass[:, None]).to(out.dtype.element_ty)
+            tl.store(out + row[:, None] * (heads * DIM) + place, result, mask=is_lane[:, None])
         else:
-            at = slot.to(tl.int64) * heads
-            tl.store(part + at * DIM + place, total, mask=is_head)
-            tl.store(part_sums + (at + head) * 2, best, mask=lanes < group)
-            tl.store(part_sums + (at + head) * 2 + 1, mass, mask=lanes < group)
+            at = (slot + member * tl.load(piece + 7)).to(tl.int64) * heads
+            tl.store(part + at[:, None] * DIM + place, total, mask=is_lane[:, None])
+            tl.store(part_sums + (at + head) * 2, best, mask=is_lane)
+            tl.store(part_sums + (at + head) * 2 + 1, mass, mask=is_lane)
 
 
 @triton.jit
@@ -126,10 +133,16 @@ def _merge(
 
 
 class _Pieces:
-    """Pieces of the rows' contexts as layers of one window see them, on both sides."""
+    """Pieces of the rows' contexts as layers of one window see them, on both sides.
 
-    def __init__(self, window: int, max_rows: int, capacity: int, device: torch.device) -> None:
+    A piece: row, where its pages begin, first and last token, place among the parts or -1, how many rows share it (that
+    one and those after it, each with a token more), tokens of the first of them, pieces of each.
+    """
+
+    def __init__(self, window: int, pack: int, max_rows: int, capacity: int, device: torch.device) -> None:
+        """`pack`: most rows that may share a piece."""
         self._window = window
+        self._pack = pack if not window else 1  # within a window every row has another first token
         pinned = device.type == "cuda"
         words = 8 + 2 * max_rows + capacity * _WORDS
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
@@ -145,22 +158,38 @@ class _Pieces:
         first = np.maximum(0, lengths - self._window) if self._window else np.zeros_like(lengths)
         cut = first // SPLIT_TOKENS  # cuts lie at multiples of SPLIT_TOKENS
         number = -(-lengths // SPLIT_TOKENS) - cut
-        row = np.repeat(np.arange(rows), number)
-        index = np.arange(len(row)) - (np.cumsum(number) - number)[row] + cut[row]
-        assert len(row) <= self._capacity, f"{len(row)} pieces of contexts in tables for {self._capacity}"
-        is_part = (number > 1)[row]
-        slot = np.cumsum(is_part) - 1
+        parts = np.where(number > 1, number, 0)
+        first_part = np.cumsum(parts) - parts
+        leads = np.flatnonzero(self._leads(starts, lengths, number))
+        members = np.diff(np.append(leads, rows))
+        begins = np.cumsum(number[leads]) - number[leads]
+        of_lead = np.repeat(np.arange(len(leads)), number[leads])
+        row, index = leads[of_lead], np.arange(len(of_lead)) - begins[of_lead]
+        most = max(len(row), int(parts.sum()))
+        assert most <= self._capacity, f"{most} pieces of contexts in tables for {self._capacity}"
         pieces = host[8 + 2 * self._max_rows :][: len(row) * _WORDS].reshape(-1, _WORDS)
         pieces[:, 0], pieces[:, 1] = row, starts[row]
-        pieces[:, 2] = np.maximum(first[row], index * SPLIT_TOKENS)
-        pieces[:, 3] = np.minimum(lengths[row], (index + 1) * SPLIT_TOKENS)
-        pieces[:, 4] = np.where(is_part, slot, -1)
+        pieces[:, 2] = np.maximum(first[row], (index + cut[row]) * SPLIT_TOKENS)
+        pieces[:, 3] = np.minimum(lengths[row] + members[of_lead] - 1, (index + cut[row] + 1) * SPLIT_TOKENS)
+        pieces[:, 4] = np.where(parts[row] > 0, first_part[row] + index, -1)
+        pieces[:, 5], pieces[:, 6], pieces[:, 7] = members[of_lead], lengths[row], number[row]
         merges = host[8 : 8 + 2 * rows].reshape(-1, 2)
-        parts = np.where(number > 1, number, 0)
-        merges[:, 0], merges[:, 1] = np.cumsum(parts) - parts, parts
+        merges[:, 0], merges[:, 1] = first_part, parts
         host[0] = len(row)
         end = 8 + 2 * self._max_rows + len(row) * _WORDS
         self._device[:end].copy_(self._host[:end], non_blocking=True)
+
+    def _leads(
+        self, starts: NDArray[np.int32], lengths: NDArray[np.int64], number: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Rows that do not share the pieces of the row before."""
+        follows = np.zeros(len(lengths), dtype=np.bool_)
+        follows[1:] = (np.diff(starts) == 0) & (np.diff(lengths) == 1) & (np.diff(number) == 0)
+        if self._pack == 1 or not follows.any():
+            return np.ones(len(lengths), dtype=np.bool_)
+        places = np.arange(len(lengths))
+        run = places - np.maximum.accumulate(np.where(follows, 0, places))  # place among its like
+        return run % self._pack == 0
 
 
 class DecodeAttention:
@@ -181,7 +210,8 @@ class DecodeAttention:
         self._page_tokens = page_tokens
         capacity = max_rows + max_tokens // SPLIT_TOKENS + 1
         device = pages.device
-        self._pieces = {window: _Pieces(window, max_rows, capacity, device) for window in by_window}
+        pack = GPU_MAX_GROUP // (shape.num_heads // shape.num_kv_heads)
+        self._pieces = {window: _Pieces(window, pack, max_rows, capacity, device) for window in by_window}
         heads = capacity * shape.num_heads
         self._part = torch.empty(heads * shape.head_dim, dtype=torch.float32, device=device)
         self._part_sums = torch.empty(heads * 2, dtype=torch.float32, device=device)

@@ -43,15 +43,12 @@ def _read_v(
 
 
 @triton.jit
-def _store_delta(delta, value, row0, num_rows, cols, width, stride_delta, ADDS: tl.constexpr):
-    """value [BLOCK_N, rows] to delta[row0 + row, cols], rounded once; with ADDS the sum of both, rounded again."""
+def _store_delta(delta, value, row0, num_rows, cols, width, stride_delta):
+    """value [BLOCK_N, rows] to delta[row0 + row, cols], rounded once."""
     rows = tl.arange(0, value.shape[1])
     places = delta + (row0 + rows).to(tl.int64)[None, :] * stride_delta + cols[:, None]
     mask = (rows < num_rows)[None, :] & (cols < width)[:, None]
-    rounded = value.to(delta.dtype.element_ty)
-    if ADDS:
-        rounded = (tl.load(places, mask=mask, other=0.0).to(tl.float32) + rounded.to(tl.float32)).to(rounded.dtype)
-    tl.store(places, rounded, mask=mask)
+    tl.store(places, value.to(delta.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_sites", "capacity", "first_site", "tiles0", "tiles1"])
@@ -74,12 +71,9 @@ def expand(
     width2,
     CHUNKS: tl.constexpr,  # 1 or 2: whose B is read at once
     SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr, WAITS: tl.constexpr, SIGNALS: tl.constexpr, ADDS: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, WAITS: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
-    """With WAITS the program starts while shrink still runs and reads its first B meanwhile.
-
-    With ADDS `delta` is what the product gave, and is added to.
-    """
+    """With WAITS the program starts while shrink still runs and reads its first B meanwhile."""
     if SIGNALS:
         tl.extra.cuda.gdc_launch_dependents()
     site, width, offset, col = locate(tl.program_id(0), tiles0, tiles1, width0, width1, width2, BLOCK_N)
@@ -110,7 +104,7 @@ def expand(
             _, packed, b_at = read_item(table, table64, at + left * num_sites, left < chunks, 1, ALIGN)
             rank = (packed >> 8) & 0xFF
         if chunks > 0:
-            _store_delta(delta + offset, total * scale, row0, num_rows, cols, width, stride_delta, ADDS)
+            _store_delta(delta + offset, total * scale, row0, num_rows, cols, width, stride_delta)
         item += tl.num_programs(1)
         at = item * num_sites + first_site + site
         row0, packed, b_at = read_item(table, table64, at, item < length, 1, ALIGN)

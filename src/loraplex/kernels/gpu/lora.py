@@ -82,11 +82,6 @@ class BoundLora:
     block_rows: int  # that the items were planned with: DECODE_ROWS, or 16
     num_programs: int
     several: bool = False  # for speed too: whether adapters have several chunks, as `choose_tiles` asks
-    adapted: frozenset[int] | None = None  # sites that any of the adapters has; None is all
-
-    def adapts(self, sites: tuple[LoraSite, ...]) -> bool:
-        """Whether any row's adapter has one of the sites."""
-        return self.adapted is None or any(site.index in self.adapted for site in sites)
 
 
 def lora_delta(
@@ -98,36 +93,17 @@ def lora_delta(
     """
     if not bound.num_programs:
         return
-    chosen = tiles or _tiles_for(sites, bound, pdl=has_pdl(delta.device))
-    _check(sites, bound, chosen)
-    _shrink(x, sites, bound, chosen)
-    _expand(delta, sites, bound, chosen, adds=False)
-
-
-def lora_shrink(x: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora) -> None:
-    """The first half of `lora_delta`, for `lora_add` to follow: partial sums into `bound.part`."""
-    tiles = _tiles_for(sites, bound, pdl=False)
-    _check(sites, bound, tiles)
-    _shrink(x, sites, bound, tiles)
-
-
-def lora_add(y: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora) -> None:
-    """y[row, site] += what `lora_delta` would give, after `lora_shrink`; other rows stay. Rounds as its readers do."""
-    _expand(y, sites, bound, _tiles_for(sites, bound, pdl=False), adds=True)
-
-
-def _tiles_for(sites: tuple[LoraSite, ...], bound: BoundLora, *, pdl: bool) -> Tiles:
-    return choose_tiles(sites[0].d_in, sum(site.d_out for site in sites), pdl=pdl, several=bound.several)
-
-
-def _check(sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles) -> None:
-    """Assert that the lists and the buffer serve the linear."""
     first = sites[0].index
     assert len(sites) <= MAX_SITES
     assert [site.index for site in sites] == list(range(first, first + len(sites))), "sites of a linear are neighbours"
     assert bound.num_programs <= bound.items.capacity, f"{bound.num_programs} programs, {bound.items.capacity} items"
-    needed = len(sites) * tiles.splits(sites[0].d_in) * bound.items.capacity * bound.block_rows * CHUNK
+    width = sum(site.d_out for site in sites)
+    chosen = tiles or choose_tiles(sites[0].d_in, width, pdl=has_pdl(delta.device), several=bound.several)
+    splits = chosen.splits(sites[0].d_in)
+    needed = len(sites) * splits * bound.items.capacity * bound.block_rows * CHUNK
     assert needed <= bound.part.numel(), f"{needed} partial sums in a buffer of {bound.part.numel()}"
+    _shrink(x, sites, bound, chosen)
+    _expand(delta, sites, bound, chosen)
 
 
 def _shrink(x: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles) -> None:
@@ -159,7 +135,7 @@ def _shrink(x: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Til
     )
 
 
-def _expand(delta: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles, *, adds: bool) -> None:
+def _expand(delta: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles: Tiles) -> None:
     items, block_n = bound.items, tiles.block_n
     widths = [site.d_out for site in sites] + [0] * (MAX_SITES - len(sites))
     ends = [sum(triton.cdiv(width, block_n) for width in widths[: i + 1]) for i in range(MAX_SITES)]
@@ -187,7 +163,6 @@ def _expand(delta: Tensor, sites: tuple[LoraSite, ...], bound: BoundLora, tiles:
         ALIGN=items.align,
         PRECISION="ieee",
         CHUNKS=tiles.expand_chunks,
-        ADDS=adds,
         num_warps=tiles.expand_warps,
         maxnreg=tiles.expand_registers,
         **_pdl(tiles.expand_pdl, tiles.shrink_pdl and tiles.pdl_early),

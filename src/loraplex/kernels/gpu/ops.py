@@ -1,8 +1,8 @@
 """The operations on CUDA: dense products by cuBLAS, attention by FlashInfer, adapters and the rest in Triton.
 
 A linear's adapters run beside its product on a second stream, into a buffer that the next operation adds. There is one
-such buffer: a delta is read before the next linear begins. In steps of many rows only shrink runs beside the product;
-adapters of few rows are added to it then, those of many by the next operation, which expands (`prefill.py`).
+such buffer: a delta is read before the next linear begins. In steps of many rows only shrink runs beside the product,
+and the next operation expands (`prefill.py`).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loraplex.kernels.gpu import glue, prefill
-from loraplex.kernels.gpu.lora import BoundLora, lora_add, lora_delta, lora_shrink
+from loraplex.kernels.gpu.lora import BoundLora, lora_delta
 from loraplex.kernels.gpu.prefill import BoundPrefill
 from loraplex.kernels.types import (
     AttentionShape,
@@ -96,8 +96,9 @@ class CudaOps:
             self._product(x, linear, out)
             return None
         bound: BoundLora | BoundPrefill = lora.native
-        if isinstance(bound, BoundPrefill):
-            return self._prompt_linear(x, linear, out, bound)
+        if isinstance(bound, BoundPrefill) and not bound.adapts(linear.sites):
+            self._product(x, linear, out)
+            return None
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         self._product(x, linear, out)
@@ -106,28 +107,10 @@ class CudaOps:
         main.wait_stream(self._side)
         return delta
 
-    def _prompt_linear(self, x: Tensor, linear: Linear, out: Tensor, bound: BoundPrefill) -> LoraDelta | None:
-        """The product, adapters of few rows added; v of the others for the next operation to expand."""
-        sites = linear.sites
-        short = bound.short if bound.short is not None and bound.short.adapts(sites) else None
-        is_long = bound.adapts(sites)
-        if short is None and not is_long:
-            self._product(x, linear, out)
-            return None
-        main = torch.cuda.current_stream(self._device)
-        self._side.wait_stream(main)
-        self._product(x, linear, out)
-        with torch.cuda.stream(self._side):
-            if short is not None:
-                lora_shrink(x, sites, short)
-            delta = prefill.shrink(x, sites, bound) if is_long else None
-        main.wait_stream(self._side)
-        if short is not None:
-            lora_add(out, sites, short)
-        return delta
-
-    def _delta_of(self, x: Tensor, linear: Linear, out: Tensor, bound: BoundLora) -> LoraDelta:
-        """What adapters add to `linear`'s output."""
+    def _delta_of(self, x: Tensor, linear: Linear, out: Tensor, bound: BoundLora | BoundPrefill) -> LoraDelta:
+        """What adapters add to `linear`'s output, or v for the next operation to expand."""
+        if isinstance(bound, BoundPrefill):
+            return prefill.shrink(x, linear.sites, bound)
         assert self._delta is not None, "reserve comes first"
         values = self._delta[: out.numel()].view(out.shape)
         if bound.num_programs <= _FEW_PROGRAMS and linear.weight.nbytes >= _LONG_PRODUCT_BYTES:

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from loraplex.kernels.gpu.blocks import BlockCounts, RowBlocks
-from loraplex.kernels.gpu.lora import CHUNK, MAX_SITES, PREFILL_ROWS, BoundLora
+from loraplex.kernels.gpu.lora import CHUNK, MAX_SITES, PREFILL_ROWS
 from loraplex.kernels.gpu.prefill_kernels import (
     add_expanded,
     rope_and_store_blocks,
@@ -73,10 +73,7 @@ def _splits(d_in: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BoundPrefill:
-    """The adapters of one step of many rows, on the device. Its sizes are the host's: such steps are not captured.
-
-    Rows of `short` are in blocks of no adapter.
-    """
+    """The adapters of one step of many rows, on the device. Its sizes are the host's: such steps are not captured."""
 
     pages: Tensor  # the pool, flat
     tables: RowBlocks
@@ -85,7 +82,6 @@ class BoundPrefill:
     v: Tensor  # of the dtype of `pages`
     block_rows: int = PREFILL_ROWS  # that the blocks were planned with
     adapted: frozenset[int] | None = None  # sites that any of the adapters has; None is all
-    short: BoundLora | None = None  # adapters of so few rows that a block each would be waste
 
     def adapts(self, sites: tuple[LoraSite, ...]) -> bool:
         """Whether any row's adapter has one of the sites."""
