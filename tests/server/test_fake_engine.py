@@ -107,3 +107,17 @@ def test_comparisons_answer_what_was_set() -> None:
     with pytest.raises(EngineDead):
         engine.compare(adapter)
     assert engine.compared == [BETA.digest] * 2
+
+
+def test_pins_end_with_their_adapters() -> None:
+    engine = FakeEngine()
+    for call in (engine.pin_adapter, engine.preload_adapter):
+        with pytest.raises(ModelNotFound):
+            call(BETA.digest)
+    engine.add_adapter(Adapter(BETA.digest, (), 1, 0, (), None))
+    engine.pin_adapter(BETA.digest)
+    engine.preload_adapter(BETA.digest, only_free=True)
+    assert (engine.pinned, engine.preloaded) == ({BETA.digest}, [(BETA.digest, True)])
+    assert [one.is_pinned for one in engine.residency()] == [True]
+    engine.retire_adapter(BETA.digest)
+    assert engine.pinned == set()

@@ -147,6 +147,28 @@ class AdapterShelf:
                 self._loader.forget(digest)
                 self._retired.discard(digest)
 
+    # ------------------------------------------------------------------ without requests
+    def pin(self, digest: AdapterDigest) -> None:
+        """Bring an adapter into the pool and keep it there until `unpin` or `retire`.
+
+        Raises ModelNotFound for one that is not here or leaves, InvalidRequest and Overloaded.
+        """
+        self._scheduler.pin_adapter(digest, self._num_pages(digest))
+
+    def unpin(self, digest: AdapterDigest) -> None:
+        """Undo `pin`, if it is pinned."""
+        self._scheduler.unpin_adapter(digest)
+
+    def preload(self, digest: AdapterDigest, *, only_free: bool) -> None:
+        """Bring an adapter into the pool while nothing waits, if there is room. Raises ModelNotFound as `pin`."""
+        self._scheduler.preload_adapter(digest, self._num_pages(digest), only_free=only_free)
+
+    def _num_pages(self, digest: AdapterDigest) -> int:
+        packed = self.packed.get(digest)
+        if packed is None or digest in self._retired:
+            raise ModelNotFound(digest)
+        return packed.num_pages
+
     # ------------------------------------------------------------------ requests
     def pages_of(self, request: Request) -> int:
         """Pages of a request's adapter, 0 for the base. Raises ModelNotFound for one that is not here or leaves."""
@@ -165,6 +187,11 @@ class AdapterShelf:
                 raise load_failed(request.adapter.name, wait_s)
 
     # ------------------------------------------------------------------ into the pool
+    @property
+    def has_work(self) -> bool:
+        """Whether a load is on its way or can begin without a request."""
+        return self.is_loading or self._scheduler.preloads.can_begin
+
     @property
     def is_loading(self) -> bool:
         return bool(self._loader)

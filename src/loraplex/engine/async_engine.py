@@ -118,6 +118,18 @@ class AsyncEngine:
         self.engine.retire_adapter(digest)
         self._submit(lambda: None)  # an engine that rests would look only at its next tick
 
+    def pin_adapter(self, digest: AdapterDigest) -> None:
+        """As `Engine.pin_adapter`, between two steps. Blocks until then, so not from the event loop."""
+        self._between_steps(partial(self.engine.pin_adapter, digest))
+
+    def unpin_adapter(self, digest: AdapterDigest) -> None:
+        """As `Engine.unpin_adapter`, between two steps. Blocks until then."""
+        self._between_steps(partial(self.engine.unpin_adapter, digest))
+
+    def preload_adapter(self, digest: AdapterDigest, *, only_free: bool = False) -> None:
+        """As `Engine.preload_adapter`, between two steps. Blocks until then, not until it is loaded."""
+        self._between_steps(partial(self.engine.preload_adapter, digest, only_free=only_free))
+
     def compare(self, adapter: Adapter) -> AdapterComparison:
         """Compare an adapter with its merged reference (`Engine.compare`) while requests go on.
 

@@ -167,6 +167,25 @@ class Engine:
         """Undo one `hold_adapter`. What nobody added meanwhile goes after the next step."""
         self.shelf.release(digest)
 
+    def pin_adapter(self, digest: AdapterDigest) -> None:
+        """Bring an adapter that was added into the pool and keep it there, used or not, until unpinned or retired.
+
+        Raises ModelNotFound for one that was not added, InvalidRequest where too many pages would be pinned, and
+        Overloaded while a request is here that could not end beside them.
+        """
+        self.shelf.pin(digest)
+
+    def unpin_adapter(self, digest: AdapterDigest) -> None:
+        """Let an adapter be evicted like others. One that is not pinned is ignored."""
+        self.shelf.unpin(digest)
+
+    def preload_adapter(self, digest: AdapterDigest, *, only_free: bool = False) -> None:
+        """Bring an adapter that was added into the pool while nothing waits, if there is room; else it is dropped.
+
+        `only_free`: in pages that hold nothing. Raises ModelNotFound for one that was not added.
+        """
+        self.shelf.preload(digest, only_free=only_free)
+
     def set_tenant_weight(self, tenant: str, weight: float) -> None:
         """A tenant of weight 2 is served twice as much as one of weight 1, which is every tenant's at first."""
         self.scheduler.shares.set_weight(tenant, weight)
@@ -215,7 +234,9 @@ class Engine:
                 raise InvalidRequest(f"prompt token {token} is outside the vocabulary of {vocab} tokens.", "prompt")
         request.params.check_vocabulary(vocab)
         params = request.params
-        self.scheduler.check_fits(len(request.prompt_token_ids), params.max_tokens, self.shelf.pages_of(request))
+        digest = request.adapter.digest if request.adapter is not None else None
+        num_pages = self.shelf.pages_of(request)
+        self.scheduler.check_fits(len(request.prompt_token_ids), params.max_tokens, num_pages, digest)
         if params.n > self._max_waiting:
             raise InvalidRequest(
                 f"n is {params.n}; the queue holds {self._max_waiting} sequences (--max-waiting).", "n"
@@ -267,7 +288,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.sequences or self._backlog or self.shelf.is_loading) or self._started is not None
+        return bool(self.scheduler.sequences or self._backlog or self.shelf.has_work) or self._started is not None
 
     # ------------------------------------------------------------------ one step
     def step(self, now: float) -> list[StepResult]:

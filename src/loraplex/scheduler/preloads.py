@@ -38,6 +38,11 @@ class Preloads:
         return sum(self._missing.values()) if self._missing and self._config.load_ahead else 0
 
     @property
+    def can_begin(self) -> bool:
+        """Whether the next preload only waits for a step in which nothing waits."""
+        return bool(self._wanted) and self._on_its_way is None and not self._missing
+
+    @property
     def num_wanted(self) -> int:
         """Preloads that have not begun."""
         return len(self._wanted)

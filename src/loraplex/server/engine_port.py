@@ -32,6 +32,25 @@ class ServingEngine(EngineClient, Protocol):
         """
         ...
 
+    def pin_adapter(self, digest: AdapterDigest) -> None:
+        """Bring an adapter that was added into the pool and keep it there, used or not, until unpinned or retired.
+
+        Raises ModelNotFound for one that was not added, InvalidRequest where too many pages would be pinned,
+        Overloaded while a request is here that could not end beside them, and EngineDead.
+        """
+        ...
+
+    def unpin_adapter(self, digest: AdapterDigest) -> None:
+        """Let an adapter be evicted like others. One that is not pinned is ignored. Raises EngineDead."""
+        ...
+
+    def preload_adapter(self, digest: AdapterDigest, *, only_free: bool = False) -> None:
+        """Have an adapter that was added brought into the pool while nothing waits, if there is room.
+
+        `only_free`: in pages that hold nothing. Raises ModelNotFound for one that was not added, and EngineDead.
+        """
+        ...
+
     def compare(self, adapter: Adapter) -> AdapterComparison:
         """Hold the adapter, unmerged, against its merged reference. Raises EngineDead."""
         ...

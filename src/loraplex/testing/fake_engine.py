@@ -170,6 +170,9 @@ class FakeEngine:
     max_held: int | None = None
     keeps_packed: bool = False
     stored: dict[AdapterDigest, Adapter] = field(default_factory=dict)
+    pinned: set[AdapterDigest] = field(default_factory=set)
+    pin_error: LoraplexError | None = None
+    preloaded: list[tuple[AdapterDigest, bool]] = field(default_factory=list)  # and whether into free pages alone
     compared: list[AdapterDigest] = field(default_factory=list)
     comparison: AdapterComparison | Exception = _PASSED
     compare_s: float = 0.0
@@ -284,7 +287,31 @@ class FakeEngine:
         """Take it out of `held`."""
         with self._lock:
             self.held.pop(digest, None)
+            self.pinned.discard(digest)
             self.retired.append(digest)
+
+    def pin_adapter(self, digest: AdapterDigest) -> None:
+        """Put it into `pinned`, or raise `pin_error`."""
+        self._check_held(digest)
+        if self.pin_error is not None:
+            raise self.pin_error
+        with self._lock:
+            self.pinned.add(digest)
+
+    def unpin_adapter(self, digest: AdapterDigest) -> None:
+        """Take it out of `pinned`."""
+        with self._lock:
+            self.pinned.discard(digest)
+
+    def preload_adapter(self, digest: AdapterDigest, *, only_free: bool = False) -> None:
+        """Note it in `preloaded`."""
+        self._check_held(digest)
+        with self._lock:
+            self.preloaded.append((digest, only_free))
+
+    def _check_held(self, digest: AdapterDigest) -> None:
+        if digest not in self.held:
+            raise ModelNotFound(digest)
 
     def compare(self, adapter: Adapter) -> AdapterComparison:
         """`comparison`, whatever the adapter is."""
@@ -322,6 +349,16 @@ class FakeEngine:
         with self._lock:
             held = self.held.copy()
         return tuple(
-            AdapterResidence(digest, "resident", digest in held, 1, 4096, running[digest], 1.0 + running[digest], 0.0)
+            AdapterResidence(
+                digest,
+                "resident",
+                digest in held,
+                1,
+                4096,
+                running[digest],
+                1.0 + running[digest],
+                0.0,
+                digest in self.pinned,
+            )
             for digest in sorted(held.keys() | running.keys())
         )
