@@ -19,7 +19,7 @@ from loraplex.core import (
 from loraplex.engine import loads
 from loraplex.engine.host_arena import HostPages
 from loraplex.engine.loads import LONGEST_BACKOFF_S, AdapterLoader
-from loraplex.engine.runner import Step, StepInFlight
+from loraplex.engine.runner import LoadMark, Step, StepInFlight
 
 from ..conftest import MakeAdapter, MakeBase
 from ..oracle import GREEDY, Harness, poison_free_pages, random_prompt
@@ -31,6 +31,10 @@ PAGE_BYTES = 2**20
 class Mark:
     def __init__(self, runner: "FakeRunner") -> None:
         self._runner, self._count = runner, len(runner.copied)
+
+    @property
+    def is_held_up(self) -> bool:
+        return self._runner.is_held_up
 
     def is_done(self) -> bool:
         return self._runner.num_arrived >= self._count
@@ -45,6 +49,8 @@ class FakeRunner:
         self.copies_aside = copies_aside
         self.copied: list[tuple[PageId, float]] = []
         self.num_arrived = 0
+        self.is_held_up = False
+        self.followed: list[LoadMark] = []
         self.error: Exception | None = None
 
     def load(self, pages: Sequence[PageId], image: HostPages) -> None:
@@ -56,6 +62,12 @@ class FakeRunner:
         if not self.copies_aside:
             self.num_arrived = len(self.copied)
         return Mark(self)
+
+    def copy_s(self, num_bytes: int) -> float:
+        return 1e-3 * num_bytes / PAGE_BYTES if self.copies_aside else 0.0
+
+    def follow(self, mark: LoadMark) -> None:
+        self.followed.append(mark)
 
     def launch(self, step: Step) -> StepInFlight:
         raise AssertionError("no step is run here")
@@ -102,6 +114,58 @@ def test_device_copies_by_itself_and_is_polled_never_waited_for() -> None:
     assert (ended.digest, ended.error) == (B, None)
     assert ended.seconds > 0
     assert not loader
+
+
+def test_load_that_arrives_before_the_next_step_begins_is_ready_and_the_step_follows_it() -> None:
+    runner, loader = make_loader(copies_aside=True)
+    loader.begin(A, *pages_and_image(0, 3))
+    loader.begin(B, *pages_and_image(10, 3))
+    assert loader.advance(is_idle=False, lead_s=2e-3) == []
+    assert [load.digest for load in loader.advance(is_idle=False, lead_s=4e-3)] == [A], "B arrives after both"
+    assert len(runner.followed) == 1
+    assert loader.is_reading(A)
+    runner.num_arrived = 3
+    assert not loader.is_reading(A)
+    assert [load.digest for load in loader.advance(is_idle=False, lead_s=4e-3)] == [B]
+    assert loader.is_reading(B)
+    assert not loader
+
+
+def test_while_nothing_runs_a_step_waits_for_the_first_load_only() -> None:
+    runner, loader = make_loader(copies_aside=True)
+    loader.begin(A, *pages_and_image(0, 300))
+    loader.begin(B, *pages_and_image(300, 1))
+    assert [load.digest for load in loader.advance(is_idle=True)] == [A]
+    assert loader.advance(is_idle=False) == []
+    runner.num_arrived = 301
+    assert [load.digest for load in loader.advance(is_idle=False)] == [B]
+
+
+def test_copies_that_wait_for_steps_are_followed_by_none_that_is_next() -> None:
+    """Nor are those called after them, as copies keep their order."""
+    runner, loader = make_loader(copies_aside=True)
+    runner.is_held_up = True
+    loader.begin(A, *pages_and_image(0, 1))
+    assert loader.advance(is_idle=False, lead_s=1.0) == []
+    runner.is_held_up = False
+    loader.begin(B, *pages_and_image(1, 1))
+    assert [load.digest for load in loader.advance(is_idle=False, lead_s=1.0)] == [A, B]
+    runner, loader = make_loader(copies_aside=True)
+    loader.begin(A, *pages_and_image(0, 1))
+    loader.begin(B, *pages_and_image(1, 1))
+    runner.is_held_up = True
+    assert loader.advance(is_idle=True, lead_s=1.0) == []
+
+
+def test_failed_copy_is_not_followed() -> None:
+    runner, loader = make_loader(copies_aside=True)
+    loader.begin(A, *pages_and_image(0, 4))
+    loader.advance(is_idle=False)
+    runner.error = MemoryError("no room")
+    loader.begin(B, *pages_and_image(4, 4))
+    assert [load.digest for load in loader.advance(is_idle=False, lead_s=1.0)] == [A]
+    runner.num_arrived = 4
+    assert [load.error for load in loader.advance(is_idle=False, lead_s=1.0)] == [runner.error]
 
 
 def test_failed_copy_ends_when_the_pieces_before_it_have_arrived() -> None:

@@ -138,7 +138,7 @@ class AdapterShelf:
         """Let go of what is retired and neither held, nor used by a request, nor being loaded."""
         with self._lock:
             for digest in [d for d in self._retired if not self.held[d] and not self._scheduler.uses_adapter(d)]:
-                if not self._scheduler.retire_adapter(digest):
+                if self._loader.is_reading(digest) or not self._scheduler.retire_adapter(digest):
                     continue  # it is still being loaded
                 packed = self.packed.pop(digest, None)
                 if packed is not None:
@@ -196,11 +196,11 @@ class AdapterShelf:
     def is_loading(self) -> bool:
         return bool(self._loader)
 
-    def advance_loads(self, now: float, fail: FailWaiting) -> None:
-        """Begin loads for what waits, copy some, and let start whose adapter is there."""
+    def advance_loads(self, now: float, fail: FailWaiting, lead_s: float) -> None:
+        """Begin loads for what waits, copy some, and let start whose adapter is there, or will be in `lead_s`."""
         for load in self._scheduler.start_loads(now):
             self._loader.begin(load.digest, load.pages, self.packed[load.digest].image)
-        for ended in self._loader.advance(is_idle=not self._scheduler.running):
+        for ended in self._loader.advance(is_idle=not self._scheduler.running, lead_s=lead_s):
             if ended.error is None:
                 self._take_load(ended)
             else:

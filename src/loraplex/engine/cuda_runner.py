@@ -1,15 +1,17 @@
 """Steps on CUDA: those of few rows in captured graphs, others launch by launch; nobody waits before results are read.
 
 All steps run on one stream, so pages that the host hands on are written by their new owner after the old one read
-them. Loads run on a second one, each after the steps launched before it; no step uses an adapter before the host saw
-that its load had ended. Adapters' work lists are planned on the host when the mix changes, and read by the kernels on
-the device: a graph serves any mix. Graphs differ in rows, and in how many programs share a work list.
+them. Loads run on a second one, each after the steps that use its pages; no step uses an adapter before its load has
+ended: the host saw that, or the step waits for it on the device. Adapters' work lists are planned on the host when the
+mix changes, and read by the kernels on the device: a graph serves any mix. Graphs differ in rows, and in how many
+programs share a work list.
 
 To a graph every row is on its own, a prompt's too: launching a step takes the host 20 ms, whatever its size, and
 replaying a graph next to nothing. A long prompt's rows would read its keys again and again, so those are run launch by
 launch.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -43,9 +45,10 @@ from loraplex.model import Decoder, DeviceBatch, Sampled, SamplingRow, draw_on_d
 from loraplex.scheduler import ScheduledChunk, StepPlan
 from loraplex.scheduler import Sequence as SequenceState
 
-# Tokens that rows of prompts attend to in a graph's step, each row counted, without adapters and with: 3 and 12 ms of
-# an 8B model. Launching the step takes the host as long, and longer with adapters.
-_PROMPT_TOKENS = (2**15, 2**17)
+# Tokens that rows of prompts attend to in a graph's step, each row counted, without adapters and with. Beyond, reading
+# them takes longer than launching the step takes the host, which is longer with adapters.
+_PROMPT_TOKENS = (2**16, 2**18)
+_LINK_BYTES = 64 * 2**20  # that the link's speed is measured with
 _RESULTS = 3  # steps whose results may be unread at once, and one more
 _Progress = Callable[[int, int], None]
 
@@ -111,6 +114,9 @@ class CudaRunner:
         self._num_steps = 0
         self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._drawn_at: dict[SequenceId, int] = {}
+        self._in_flight: deque[tuple[torch.cuda.Event, StepPlan]] = deque()  # steps that may still run, oldest first
+        self._is_held_up = False  # whether the last load waits for them
+        self._byte_s = 0.0  # that a byte takes to the device
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
     def _make_lora(self, decoder: Decoder) -> None:
@@ -143,6 +149,7 @@ class CudaRunner:
                 if progress:
                     progress(done, len(wanted))
             self._stream.synchronize()
+            self._byte_s = self._measure_link()
 
     def _warm_prompts(self, chunks: int) -> None:
         """Run a step of a prompt, so that what it needs is compiled: with an adapter of that many chunks, or none.
@@ -223,17 +230,55 @@ class CudaRunner:
     # ------------------------------------------------------------------ steps
     def load(self, pages: Sequence[PageId], image: HostPages) -> None:
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._load_stream):
-            self._load_stream.wait_stream(self._stream)  # on the device: steps under way may still read these pages
+            self._is_held_up = self._uses(pages)
+            if self._is_held_up:
+                self._load_stream.wait_stream(self._stream)
             self._buffer.fill(pages, image)
 
     def load_mark(self) -> LoadMark:
-        return CopiesInFlight.on(self._load_stream)
+        return CopiesInFlight.on(self._load_stream, is_held_up=self._is_held_up)
+
+    def copy_s(self, num_bytes: int) -> float:
+        return num_bytes * self._byte_s
+
+    def follow(self, mark: LoadMark) -> None:
+        assert isinstance(mark, CopiesInFlight)
+        self._stream.wait_event(mark.event)
+
+    def _uses(self, pages: Sequence[PageId]) -> bool:
+        """Whether a step that may still run uses any of the pages."""
+        while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
+            self._in_flight.popleft()
+        wanted = frozenset(pages)
+        return any(
+            not wanted.isdisjoint(used)
+            for _, plan in self._in_flight
+            for used in (*(chunk.pages for chunk in plan.chunks), *(held for _, held in plan.adapters))
+        )
+
+    def _measure_link(self) -> float:
+        """Seconds that a byte takes from pinned memory to the pool, whose pages nobody holds yet."""
+        size = min(self._buffer.flat.numel(), _LINK_BYTES // self._buffer.flat.element_size())
+        source = torch.zeros(size, dtype=self._buffer.flat.dtype, pin_memory=True)
+        times = list[float]()
+        for _ in range(3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record(self._load_stream)
+            with torch.cuda.stream(self._load_stream):
+                self._buffer.flat[:size].copy_(source, non_blocking=True)
+            end.record(self._load_stream)
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return 1e-3 * min(times) / source.nbytes
 
     def launch(self, step: Step) -> StepInFlight:
         with torch.cuda.device(self._decoder.device), torch.cuda.stream(self._stream), torch.inference_mode():
             self._sent.synchronize()  # the pinned tables are the last step's until they are on the device
             places = self._start(step)
-            return self._draw(step, places)
+            started = self._draw(step, places)
+        if isinstance(started, _InFlight):
+            self._in_flight.append((started.event, step.plan))
+        return started
 
     def _start(self, step: Step) -> list[int]:
         """Start a step; where each draw's logits stand."""

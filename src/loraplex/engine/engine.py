@@ -353,6 +353,14 @@ class Engine:
         self.scheduler.observe(started.plan, 1e3 * (self._collected_s - began_s))
         return self._commit(started.plan, dict(zip(started.drawing, drawn, strict=True)))
 
+    def _lead_s(self) -> float:
+        """Seconds until the next step will begin, with a fifth to spare: until then copies delay nobody."""
+        started, costs = self._started, self.scheduler.costs
+        if started is None or not costs.is_ready:
+            return 0.0
+        left_s = 1e-3 * costs.model.step_ms(started.plan.shape) + max(started.at_s, self._collected_s)
+        return max(0.0, 0.8 * (left_s - time.perf_counter()))
+
     def _advance_loads(self, now: float) -> list[StepResult]:
         """Bring adapters nearer that requests wait for; failures of requests whose adapter could not be loaded."""
         results: list[StepResult] = []
@@ -363,7 +371,7 @@ class Engine:
                 failure = self._fail(state, load_failed(state.request.adapter.name, retry_after_s))
                 results.extend([failure] if failure is not None else [])
 
-        self.shelf.advance_loads(now, fail)
+        self.shelf.advance_loads(now, fail, self._lead_s())
         return results
 
     def _end_overdue(self, now: float) -> list[StepResult]:

@@ -1,6 +1,8 @@
 """Loads on their way: adapters' page images are copied to their pages beside the steps, in pieces on a CPU.
 
-Nobody reads a page before its load is ready: the scheduler plans no step with the adapter until then.
+Nobody reads a page before its load is ready: the scheduler plans no step with the adapter until then. Where copies run
+by themselves, a load is ready as soon as it will have arrived when the next step begins, and the device sees to it that
+the step begins after it all the same.
 """
 
 import time
@@ -36,6 +38,7 @@ class _Load:
     began_s: float
     num_copied: int = 0
     mark: LoadMark | None = None  # set when everything is on its way
+    is_held_up: bool = False  # the copies wait for steps that ran when they were called
     error: Exception | None = None
 
 
@@ -47,6 +50,7 @@ class AdapterLoader:
         self._page_bytes = page_bytes
         self._clock = clock
         self._loads: deque[_Load] = deque()
+        self._followed: dict[AdapterDigest, LoadMark] = {}  # ready, and perhaps still on their way
         self._num_failures: dict[AdapterDigest, int] = {}
         self._retry_at_s: dict[AdapterDigest, float] = {}
 
@@ -58,20 +62,42 @@ class AdapterLoader:
         assert len(pages) == len(image), "a load of other pages than the adapter has"
         self._loads.append(_Load(digest, pages, image, self._clock()))
 
-    def advance(self, *, is_idle: bool) -> list[LoadEnded]:
-        """Copy the next piece, unless copies run by themselves; the loads that have ended."""
+    def advance(self, *, is_idle: bool, lead_s: float = 0.0) -> list[LoadEnded]:
+        """Copy the next piece, unless copies run by themselves; the loads that have ended, or will in `lead_s`.
+
+        That is when the next step is about to begin. While nothing runs, it may as well wait for the first load.
+        """
         left = max(1, (IDLE_PIECE_BYTES if is_idle else PIECE_BYTES) // self._page_bytes)
         for load in self._loads:
             if load.mark is None and left > 0:
                 left -= self._copy(load, len(load.pages) if self._runner.copies_aside else left)
-        ended, on_the_way = [], deque[_Load]()
+        ended, on_the_way, num_bytes, is_held_up = [], deque[_Load](), 0, False
         for load in self._loads:
-            if load.mark is not None and load.mark.is_done():
-                ended.append(LoadEnded(load.digest, self._clock() - load.began_s, load.error))
+            is_held_up = is_held_up or load.is_held_up  # copies keep their order
+            is_done = load.mark is not None and load.mark.is_done()
+            num_bytes += 0 if is_done else len(load.pages) * self._page_bytes
+            wait_s = 0.0 if is_done else self._runner.copy_s(num_bytes)
+            may_wait = not is_held_up and (wait_s <= lead_s or (is_idle and not ended and not on_the_way))
+            if is_done or (may_wait and self._follow(load)):
+                ended.append(LoadEnded(load.digest, self._clock() - load.began_s + wait_s, load.error))
             else:
                 on_the_way.append(load)
+            load.is_held_up = False  # the next call comes when those steps have ended
         self._loads = on_the_way
         return ended
+
+    def _follow(self, load: _Load) -> bool:
+        """Let the next step begin after a load that is on its way; False where that cannot be."""
+        if load.mark is None or load.error is not None or not self._runner.copies_aside:
+            return False
+        self._runner.follow(load.mark)
+        self._followed[load.digest] = load.mark
+        return True
+
+    def is_reading(self, digest: AdapterDigest) -> bool:
+        """Whether copies of a load that is ready may still read the adapter's image."""
+        self._followed = {one: mark for one, mark in self._followed.items() if not mark.is_done()}
+        return digest in self._followed
 
     def _copy(self, load: _Load, num_pages: int) -> int:
         """Copy the next pages of a load; how many of the CPU's time that took."""
@@ -83,6 +109,7 @@ class AdapterLoader:
         load.num_copied = min(piece.stop, len(load.pages))
         if load.error is not None or load.num_copied == len(load.pages):
             load.mark = self._runner.load_mark()
+            load.is_held_up = load.mark.is_held_up
         return 0 if self._runner.copies_aside else load.num_copied - piece.start
 
     # ------------------------------------------------------------------ failures

@@ -42,6 +42,11 @@ class StepInFlight(Protocol):
 class LoadMark(Protocol):
     """A point in the order of copies."""
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the copies begin only after steps that were launched before them."""
+        ...
+
     def is_done(self) -> bool:
         """Whether all copies before it have arrived. Never waits."""
         ...
@@ -51,7 +56,7 @@ class Runner(Protocol):
     """Runs steps in the order they are launched.
 
     Where `overlaps`, a step may be launched while the one before runs, and may use tokens that nobody has seen yet.
-    Where `copies_aside`, loads run beside the steps without the host's time.
+    Where `copies_aside`, loads run beside the steps without the host's time, and `copy_s` says how long they take.
     """
 
     @property
@@ -61,11 +66,19 @@ class Runner(Protocol):
     def copies_aside(self) -> bool: ...
 
     def load(self, pages: Sequence[PageId], image: HostPages) -> None:
-        """Copy page images of an adapter to its pages, after the steps launched so far. Never waits for a device."""
+        """Copy page images to an adapter's pages, after the steps launched so far that use them. Never waits."""
         ...
 
     def load_mark(self) -> LoadMark:
         """Marks the copies so far."""
+        ...
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Seconds that copies aside of so many bytes take; 0 where the host copies."""
+        ...
+
+    def follow(self, mark: LoadMark) -> None:
+        """Let every step launched from now on begin after the copies before the mark. Never waits."""
         ...
 
     def launch(self, step: Step) -> StepInFlight: ...
@@ -86,13 +99,14 @@ class CopiesInFlight:
     """Copies on a stream of a GPU, up to an event."""
 
     event: torch.cuda.Event
+    is_held_up: bool = False
 
     @staticmethod
-    def on(stream: torch.cuda.Stream) -> "CopiesInFlight":
+    def on(stream: torch.cuda.Stream, *, is_held_up: bool = False) -> "CopiesInFlight":
         """The copies on a stream so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
-        return CopiesInFlight(event)
+        return CopiesInFlight(event, is_held_up)
 
     def is_done(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
@@ -101,6 +115,8 @@ class CopiesInFlight:
 @dataclass(frozen=True, slots=True)
 class CopiesDone:
     """A mark of copies that ended when they were called."""
+
+    is_held_up: bool = False
 
     def is_done(self) -> bool:
         return True
@@ -123,6 +139,12 @@ class EagerRunner:
     def load_mark(self) -> LoadMark:
         device = self._decoder.device
         return CopiesDone() if device.type == "cpu" else CopiesInFlight.on(torch.cuda.current_stream(device))
+
+    def copy_s(self, num_bytes: int) -> float:
+        return 0.0
+
+    def follow(self, mark: LoadMark) -> None:
+        """Steps run where copies do, one after the other."""
 
     def launch(self, step: Step) -> StepInFlight:
         batch = self._builder.build(step.plan, step.sequences, step.packed)

@@ -189,7 +189,8 @@ class _Pieces:
             return np.ones(len(lengths), dtype=np.bool_)
         places = np.arange(len(lengths))
         run = places - np.maximum.accumulate(np.where(follows, 0, places))  # place among its like
-        return run % self._pack == 0
+        leads: NDArray[np.bool_] = run % self._pack == 0
+        return leads
 
 
 class DecodeAttention:
