@@ -195,6 +195,13 @@ class Adapters:
             if other is None or not self._end_grant(subject, Owner(other.tenant_id, other.name)):
                 raise TenantNotFound(grantee)
 
+    # ------------------------------------------------------------------ pins
+    def record_pin(self, principal: Principal, tenant: str, name: str, *, is_pinned: bool) -> None:
+        """Put on record that a server pinned the adapter, or unpinned it. Operators only."""
+        require_role(principal, Role.OPERATOR)
+        with self._subject(principal, tenant, name) as subject:
+            subject.record("adapter.pin" if is_pinned else "adapter.unpin")
+
     # ------------------------------------------------------------------ reading
     def list(self, principal: Principal, tenant: str, after: str = "", limit: int = 100) -> tuple[AdapterInfo, ...]:
         """Adapters in order of name, from the one behind `after`, deleted ones too. `limit` is at most 1000."""

@@ -53,6 +53,8 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "rollback": Operation(views.AliasView, bodies.RollbackBody),
         "grant": Operation(views.GrantView),
         "revoke_grant": Operation(views.GrantView),
+        "pin_adapter": Operation(views.PinView),
+        "unpin_adapter": Operation(views.PinView),
         "list_audit": Operation(views.AuditPage, is_list=True),
         "verify_tenant_audit": Operation(views.AuditReportView),
         "verify_audit": Operation(views.AuditReportView),

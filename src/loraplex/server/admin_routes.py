@@ -31,6 +31,7 @@ from loraplex.server.admin_uploads import MAX_UPLOAD_BYTES, UploadForm, boundary
 from loraplex.server.admin_views import VersionView, View
 from loraplex.server.callers import Access
 from loraplex.server.context import context_of
+from loraplex.server.pin_routes import PIN_ROUTES
 from loraplex.server.routing import RouteSpec
 from loraplex.server.service import Service
 from loraplex.server.work import WorkKind
@@ -324,6 +325,7 @@ ADMIN_ROUTES: tuple[RouteSpec, ...] = (
     RouteSpec("POST", f"{_ADAPTER}/rollback", rollback, Access.ADMIN),
     RouteSpec("PUT", f"{_ADAPTER}/grants/{{grantee}}", grant, Access.OPERATOR),
     RouteSpec("DELETE", f"{_ADAPTER}/grants/{{grantee}}", revoke_grant, Access.OPERATOR),
+    *PIN_ROUTES,
     RouteSpec("GET", f"{_TENANT}/audit", list_audit, Access.ADMIN),
     RouteSpec("GET", f"{_TENANT}/audit/verify", verify_tenant_audit, Access.ADMIN),
     RouteSpec("GET", "/admin/v1/audit/verify", verify_audit, Access.OPERATOR),

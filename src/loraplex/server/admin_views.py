@@ -319,6 +319,15 @@ class GrantView(View):
     granted: bool
 
 
+class PinView(View):
+    """Whether this server keeps the adapter in its pool; `digest` is that of the weights that the name stands for."""
+
+    tenant: str
+    name: str
+    pinned: bool
+    digest: str | None
+
+
 class DeletedView(View):
     """What was deleted; `version` null stands for the name with all its versions."""
 

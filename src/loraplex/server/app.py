@@ -13,6 +13,7 @@ from structlog.typing import FilteringBoundLogger
 
 from loraplex.core import ConfigError, LoraplexError, ModelNotFound
 from loraplex.registry import Registry
+from loraplex.server.adapter_names import LocalNames, RegistryNames
 from loraplex.server.admin_routes import ADMIN_ROUTES
 from loraplex.server.auth import Authenticate, guard, registry_keys, single_key
 from loraplex.server.bodies import BodyBudget, BodyReader
@@ -27,6 +28,7 @@ from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.host_room import HostRoom
 from loraplex.server.local_catalog import LocalCatalog, LocalModels
 from loraplex.server.metrics import Metrics
+from loraplex.server.preloading import Preloader
 from loraplex.server.redaction import Redactor
 from loraplex.server.registry_catalog import RegistryCatalog
 from loraplex.server.residency_routes import RESIDENCY_ROUTES
@@ -63,23 +65,28 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
     registry = models if isinstance(models, Registry) else None
     local_models = None if isinstance(models, Registry) else models
     catalog: LocalCatalog | RegistryCatalog
+    names: LocalNames | RegistryNames
     if isinstance(models, Registry):
         room = HostRoom(config.max_host_adapters, config.host_adapter_bytes)
         host = HostAdapters(engine, room, config.host_patience_s, config.adapter_read_timeout_s)
         catalog = RegistryCatalog(models, engine, queries, host)
+        names = RegistryNames(models, engine, queries, host)
     else:
         _check_same_base(engine, models)
         catalog = LocalCatalog(models)
+        names = LocalNames(models)
+    log = _json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR, Redactor(config.api_key))
     return Service(
         engine=engine,
         catalog=catalog,
         config=config,
         metrics=Metrics(engine.stats, catalog.host_figures),
-        log=_json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR, Redactor(config.api_key)),
+        log=log,
         created=int(time.time()),
         queries=queries,
         bodies=_body_reader(engine, config),
         tenants=TenantGate(engine),
+        preloader=Preloader(engine, names, catalog.names_of, config.preloads, log),
         registry=registry,
         local_models=local_models,
     )

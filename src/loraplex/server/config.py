@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loraplex.core import ConfigError
+from loraplex.server.preloading import PreloadConfig
 
 MIN_API_KEY_CHARS = 8
 DEFAULT_BODY_BUDGET_BYTES = 64 * 2**20
@@ -26,6 +27,7 @@ class ServerConfig:
     `max_host_adapters` adapters of a registry are kept in host memory, and `host_adapter_bytes` of their tensors; a
     request waits up to `host_patience_s` for a place, and its adapter's files must come in `adapter_read_timeout_s`.
     `adapter_roots` are the directories below which operators may load adapters at run time; None: not at all.
+    `preloads` are adapters that are brought into the pool without a request.
     `public_metrics` opens /metrics to callers without a key also where there is a registry, whose adapter names it
     shows.
     """
@@ -42,6 +44,7 @@ class ServerConfig:
     adapter_read_timeout_s: float = 30.0
     adapter_roots: tuple[Path, ...] | None = None
     public_metrics: bool = False
+    preloads: PreloadConfig = field(default_factory=PreloadConfig)
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not _is_usable_key(self.api_key):

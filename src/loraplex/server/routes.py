@@ -6,7 +6,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from loraplex.core import AdapterRef, EngineDead, InvalidRequest
+from loraplex.core import AdapterRef, EngineDead, InvalidRequest, Overloaded, OverloadReason
 from loraplex.server import prompts
 from loraplex.server.answers import ChatFormat, CompletionFormat
 from loraplex.server.callers import Access
@@ -152,6 +152,9 @@ async def ready(service: Service, http: Request) -> Response:
         raise EngineDead("The engine has stopped.")
     if service.lifecycle.draining:
         raise EngineDead("The server is shutting down.")
+    if not service.preloader.is_ready:
+        message = "Adapters are being brought in (--pin, --preload, --preload-recent)."
+        raise Overloaded(message, 1.0, OverloadReason.ADAPTER_LOAD)
     if service.registry is not None:
         await service.queries.run(service.registry.check_ready)
     return JSONResponse({"status": "ready"})

@@ -70,9 +70,10 @@ class LoraplexServer(uvicorn.Server):
             await super().serve(sockets)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen, then tell `on_ready` the address, whose port is real even if 0 was asked for."""
+        """Listen, begin preloading, then tell `on_ready` the address, whose port is real even if 0 was asked for."""
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        self._service.preloader.start()
         if self._on_ready is not None and self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_ready(str(host), int(port))
@@ -80,6 +81,7 @@ class LoraplexServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Stop listening and wait for what runs; after a second signal only say how many requests it cuts off."""
         await super().shutdown(sockets)
+        await self._service.preloader.close()
         if self.force_exit and self.server_state.tasks:
             self._service.log.error("requests_cut_off", num_requests=len(self.server_state.tasks))
 

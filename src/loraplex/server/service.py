@@ -11,6 +11,7 @@ from loraplex.server.config import ServerConfig
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.local_catalog import LocalModels
 from loraplex.server.metrics import Metrics
+from loraplex.server.preloading import Preloader
 from loraplex.server.tenant_limits import TenantGate
 from loraplex.server.threads import TextThreads, WorkerThreads
 from loraplex.server.work import TenantWork
@@ -43,6 +44,7 @@ class Service:
     queries: WorkerThreads
     bodies: BodyReader
     tenants: TenantGate
+    preloader: Preloader
     registry: Registry | None = None
     local_models: LocalModels | None = None
     lifecycle: Lifecycle = field(default_factory=Lifecycle)

@@ -1,0 +1,275 @@
+"""Adapters that are brought into the pool without a request: pinned, asked for at start, or popular.
+
+One background task of the event loop. It moves weights only: every request still resolves its name for its caller.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from structlog.typing import FilteringBoundLogger
+
+from loraplex.core import AdapterDigest, ClientError, ConfigError, InvalidRequest, LoraplexError
+from loraplex.server.adapter_names import AdapterNames, NamedLease
+from loraplex.server.engine_port import ServingEngine
+from loraplex.server.popularity import Popularity, read_scores, write_text
+from loraplex.server.threads import WorkerThreads
+
+READY_WAIT_S = 30.0  # for which /ready may be held up
+TICK_S = 1.0  # between looks whether a pinned name stands for other weights
+_NOTE_S = 60.0  # between notes of what is popular
+_REFILL_S = 10.0  # between looks whether popular adapters were pushed out
+_MAX_REFILLS = 8
+
+NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadConfig:
+    """Names as operators write them. `pin` and `preload` must exist at start; `num_recent` come from the last run.
+
+    `recent_path` is the file that says what was used; None: that is not kept.
+    """
+
+    pin: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    num_recent: int = 0
+    recent_path: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_recent < 0:
+            raise ConfigError(f"--preload-recent must be at least 0, got {self.num_recent}.")
+        if self.num_recent and self.recent_path is None:
+            raise ConfigError("--preload-recent needs --data-dir, where it is kept what was used.")
+
+
+@dataclass(slots=True, eq=False)
+class _Pin:
+    """A pinned name, and the weights that are pinned for it now. `trouble` was logged last."""
+
+    lease: NamedLease | None = None
+    trouble: str | None = None
+
+
+class Preloader:
+    """Belongs to one event loop. `start` it there; `close` it before the loop ends."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        names: AdapterNames,
+        names_of: NamesOf,
+        config: PreloadConfig,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._engine = engine
+        self._names = names
+        self._names_of = names_of
+        self._config = config
+        self._log = log
+        self._threads = WorkerThreads(1, "loraplex-preload")
+        self._pins = {name: _Pin() for name in config.pin}
+        self._num_pins: Counter[AdapterDigest] = Counter()  # names that each is pinned for
+        self._lock = asyncio.Lock()
+        self._popularity = Popularity()
+        self._task: asyncio.Task[None] | None = None
+        self._ready_at_s = 0.0  # at the latest
+        self._is_done = True
+
+    # ------------------------------------------------------------------ life
+    def check_start(self) -> None:
+        """Raise ConfigError for a name that was asked for at start and cannot be served. Blocks."""
+        for flag, names in (("--pin", self._config.pin), ("--preload", self._config.preload)):
+            for name in names:
+                try:
+                    self._names.check(name)
+                except LoraplexError as error:
+                    raise ConfigError(f"{flag} {name:.200}: {error.message}") from error
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether what was asked for at start is there, or has had its time."""
+        return self._is_done or time.monotonic() >= self._ready_at_s
+
+    def start(self) -> None:
+        """Begin, in the running loop."""
+        self._is_done, self._ready_at_s = False, time.monotonic() + READY_WAIT_S
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """End, and keep what is popular."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait({task})
+        await self._save()
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """A bug must not pass in silence."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._is_done = True
+            self._log.error("preloading_stopped", error=type(error).__name__)
+
+    async def _run(self) -> None:
+        await self._guarded("preload_recent", self._load_scores)
+        for name in self._pins:
+            await self._keep(name)
+        recent = [name for name in self._popularity.top(self._config.num_recent) if name not in self._pins]
+        for name in dict.fromkeys((*self._config.preload, *recent)):
+            await self._guarded("preload", partial(self._preload, name), name=name)
+        self._is_done = True
+        noted = refilled = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            for name in tuple(self._pins):
+                await self._keep(name)
+            now = time.monotonic()
+            if now - refilled >= _REFILL_S:
+                refilled = now
+                await self._guarded("refill", self._refill)
+            if now - noted >= _NOTE_S:
+                await self._guarded("popularity", partial(self._note, now - noted))
+                noted = now
+
+    async def _guarded(self, what: str, call: Callable[[], Awaitable[None]], **fields: str) -> None:
+        """Do a part of the work; what goes wrong is logged, and the rest goes on."""
+        try:
+            await call()
+        except (LoraplexError, OSError) as error:
+            self._log.warning("preloading_failed", what=what, error=type(error).__name__, message=str(error), **fields)
+
+    # ------------------------------------------------------------------ pins
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        """Names that are pinned, or are to be as soon as that can be."""
+        return tuple(self._pins)
+
+    async def pin(self, name: str) -> AdapterDigest:
+        """Pin what a name stands for, now and later. Raises what resolving, reading and `pin_adapter` raise."""
+        async with self._lock:
+            pin = self._pins.get(name) or _Pin()
+            digest = await self._follow(name, pin)
+            self._pins[name] = pin
+            return digest
+
+    async def unpin(self, name: str) -> bool:
+        """Undo it. False if the name is not pinned."""
+        async with self._lock:
+            pin = self._pins.pop(name, None)
+            if pin is not None:
+                await self._let_go(pin)
+            return pin is not None
+
+    async def _keep(self, name: str) -> None:
+        """See that a pinned name's weights are pinned; log what keeps them from it, once."""
+        async with self._lock:
+            pin = self._pins.get(name)
+            if pin is None:
+                return
+            try:
+                await self._follow(name, pin)
+                pin.trouble = None
+            except LoraplexError as error:
+                if pin.trouble != error.code:
+                    self._log.warning("pin_failed", name=name, error=error.code, message=error.message)
+                pin.trouble = error.code
+
+    async def _follow(self, name: str, pin: _Pin) -> AdapterDigest:
+        try:
+            digest = await self._names.find(name)
+        except ClientError:  # it stands for nothing any more
+            await self._let_go(pin)
+            raise
+        if pin.lease is not None and pin.lease.digest == digest:
+            return digest
+        lease = await self._names.lease(name)
+        try:
+            await self._take(lease.digest, pin)
+        except BaseException:
+            lease.release()
+            raise
+        await self._let_go(pin)
+        pin.lease = lease
+        return lease.digest
+
+    async def _take(self, digest: AdapterDigest, pin: _Pin) -> None:
+        """Pin new weights. The old ones go first only if both are too many pages."""
+        if not self._num_pins[digest]:
+            try:
+                await self._threads.run(self._engine.pin_adapter, digest)
+            except InvalidRequest:
+                if pin.lease is None:
+                    raise
+                await self._let_go(pin)
+                await self._threads.run(self._engine.pin_adapter, digest)
+        self._num_pins[digest] += 1
+
+    async def _let_go(self, pin: _Pin) -> None:
+        lease, pin.lease = pin.lease, None
+        if lease is None:
+            return
+        self._num_pins[lease.digest] -= 1
+        if not self._num_pins[lease.digest]:
+            del self._num_pins[lease.digest]
+            await self._threads.run(self._engine.unpin_adapter, lease.digest)
+        lease.release()
+
+    # ------------------------------------------------------------------ preloads
+    async def _preload(self, name: str) -> None:
+        lease = await self._names.lease(name)
+        try:
+            await self._threads.run(self._engine.preload_adapter, lease.digest)
+        finally:
+            lease.release()
+
+    async def _refill(self) -> None:
+        """Bring popular adapters back that host memory has and the pool has not, into free pages."""
+        wanted = self._popularity.top(self._config.num_recent)
+        free = self._engine.stats().num_free_pages if wanted else 0
+        if not free:
+            return
+        found = await self._threads.run(self._engine.residency)
+        absent = {one.digest: one.num_pages for one in found if one.in_host_memory and one.state == "absent"}
+        digests = self._by_name(absent)
+        for name in [name for name in wanted if name in digests][:_MAX_REFILLS]:
+            if absent[digests[name]] <= free:
+                free -= absent[digests[name]]
+                await self._threads.run(partial(self._engine.preload_adapter, digests[name], only_free=True))
+
+    def _by_name(self, digests: Collection[AdapterDigest]) -> dict[str, AdapterDigest]:
+        """Names without versions, as far as they are known."""
+        known = self._names_of(digests)
+        return {label.partition("@")[0]: digest for digest, labels in known.items() for label in labels}
+
+    # ------------------------------------------------------------------ popularity
+    async def _load_scores(self) -> None:
+        path = self._config.recent_path
+        if path is None:
+            return
+        try:
+            self._popularity = Popularity(await self._threads.run(read_scores, path))
+        except ValueError as error:
+            self._log.warning("recent_adapters_damaged", path=str(path), message=f"{error}; it is ignored")
+
+    async def _note(self, elapsed_s: float) -> None:
+        """Book what was started in the last minute, and keep it."""
+        found = await self._threads.run(self._engine.residency)
+        starts = {one.digest: one.popularity for one in found if one.popularity > 0.0}
+        names = self._by_name(starts)
+        self._popularity.note({name: starts[digest] for name, digest in names.items()}, elapsed_s)
+        await self._save()
+
+    async def _save(self) -> None:
+        path = self._config.recent_path
+        if path is not None:
+            try:
+                await self._threads.run(write_text, path, self._popularity.text())
+            except OSError as error:
+                self._log.warning("recent_adapters_not_written", path=str(path), message=str(error))

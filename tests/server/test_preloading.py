@@ -1,0 +1,271 @@
+"""Adapters that come without a request: pins follow names, preloads move weights and nobody's rights."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.core import AdapterResidence, ConfigError, InvalidRequest, ModelNotFound
+from loraplex.server import ServerConfig, preloading
+from loraplex.server.popularity import Popularity, read_scores, write_text
+from loraplex.server.preloading import PreloadConfig, Preloader
+from loraplex.testing import FakeEngine
+from tests.registry.helpers import OPERATOR
+
+from .helpers import assert_error, until
+from .registry_world import Site, ask, fake_engine
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloading, "TICK_S", 0.01)
+    monkeypatch.setattr(preloading, "_REFILL_S", 0.05)
+    monkeypatch.setattr(preloading, "_NOTE_S", 0.05)
+
+
+@pytest.fixture
+def make_site(tmp_path: Path) -> Iterator[Any]:
+    """A site with the tenant acme and its adapters one and two."""
+    made: list[Site] = []
+
+    def make(engine: FakeEngine | None = None, **options: Any) -> Site:
+        config = ServerConfig(preloads=PreloadConfig(**options))
+        site = Site(tmp_path, engine or fake_engine(), config)
+        site.tenant("acme", "one", "two")
+        made.append(site)
+        return site
+
+    yield make
+    for site in made:
+        site.close()
+
+
+@asynccontextmanager
+async def running(site: Site) -> AsyncIterator[Preloader]:
+    preloader: Preloader = site.app.state.service.preloader
+    preloader.start()
+    try:
+        yield preloader
+    finally:
+        await preloader.close()
+
+
+def replace_active(site: Site, name: str, seed: int) -> None:
+    """A second version becomes the active one."""
+    site.world.active("acme", name, seed)
+
+
+# ---------------------------------------------------------------------- pins
+async def test_pinned_names_are_pinned_at_start_and_follow_their_active_version(make_site: Any) -> None:
+    site = make_site(pin=("acme/one",))
+    first = site.digest("acme", "one")
+    async with running(site) as preloader:
+        await until(lambda: preloader.is_ready)
+        assert site.engine.pinned == {first}
+        replace_active(site, "one", 9)
+        second = site.digest("acme", "one")
+        assert second != first
+        await until(lambda: site.engine.pinned == {second})
+        site.registry.adapters.delete(OPERATOR, "acme", "one")
+        await until(lambda: site.engine.pinned == set())
+        assert preloader.pinned == ("acme/one",)
+        await until(lambda: any(line["event"] == "pin_failed" for line in site.lines()))
+    failures = [line for line in site.lines() if line["event"] == "pin_failed"]
+    assert len(failures) == 1, "it is told once, not at every look"
+    assert failures[0]["name"] == "acme/one"
+
+
+async def test_pinned_adapter_keeps_its_place_in_host_memory(make_site: Any, tmp_path: Path) -> None:
+    site = make_site(pin=("acme/one",))
+    site.config = replace(site.config, max_host_adapters=2)
+    site.app = preloading_app(site)
+    site.tenant("beta", "three", "four", first_seed=5)
+    async with running(site) as preloader:
+        await until(lambda: preloader.is_ready)
+        async with site.client(site.world.key("beta")) as client:
+            for name in ("three", "four", "three"):
+                assert (await client.post("/v1/completions", json=ask(name))).status_code == 200
+        assert site.digest("acme", "one") in site.engine.held
+        assert len(site.engine.retired) == 2
+
+
+def preloading_app(site: Site) -> Any:
+    from loraplex.server import create_app
+
+    return create_app(site.engine, site.registry, site.config, site.log)
+
+
+async def test_old_weights_go_first_where_both_are_too_many_pages(make_site: Any) -> None:
+    site = make_site(pin=("acme/one",))
+    refused = InvalidRequest("too many pages", "pin")
+    calls: list[str] = []
+
+    class OneAtATime(FakeEngine):
+        def pin_adapter(self, digest: Any) -> None:
+            calls.append("pin")
+            self.pin_error = refused if self.pinned else None
+            super().pin_adapter(digest)
+
+        def unpin_adapter(self, digest: Any) -> None:
+            calls.append("unpin")
+            super().unpin_adapter(digest)
+
+    site.engine = OneAtATime(description=site.engine.description, only_held=True)
+    site.app = preloading_app(site)
+    async with running(site):
+        await until(lambda: site.engine.pinned != set())
+        replace_active(site, "one", 9)
+        await until(lambda: site.engine.pinned == {site.digest("acme", "one")})
+    assert calls == ["pin", "pin", "unpin", "pin"]
+
+
+async def test_operators_pin_and_unpin_at_run_time_and_it_is_on_record(make_site: Any) -> None:
+    site = make_site()
+    key = site.operator_key("acme")
+    path = "/admin/v1/tenants/acme/adapters/one/pin"
+    async with running(site), site.client(key) as client:
+        for _ in range(2):
+            response = await client.put(path)
+            assert response.status_code == 200, response.text
+        digest = site.digest("acme", "one")
+        assert response.json() == {"tenant": "acme", "name": "one", "pinned": True, "digest": digest}
+        assert site.engine.pinned == {digest}
+        assert_error(await client.put("/admin/v1/tenants/acme/adapters/none/pin"), 404)
+        assert_error(await client.put("/admin/v1/tenants/acme/adapters/one@1/pin"), 400, "name")
+        for _ in range(2):
+            response = await client.delete(path)
+            assert response.json() == {"tenant": "acme", "name": "one", "pinned": False, "digest": None}
+        assert site.engine.pinned == set()
+        site.engine.pin_error = InvalidRequest("The adapter takes 40 pages", "pin")
+        assert_error(await client.put(path), 400, "pin")
+    actions = [entry.action for entry in site.registry.audit_entries(OPERATOR, "acme", limit=100)]
+    assert [action for action in actions if "pin" in action] == ["adapter.pin", "adapter.pin", "adapter.unpin"]
+
+
+async def test_two_names_of_the_same_weights_are_one_pin(make_site: Any) -> None:
+    site = make_site(pin=("acme/one", "acme/one@1"))
+    async with running(site) as preloader:
+        await until(lambda: preloader.is_ready)
+        assert await preloader.unpin("acme/one")
+        assert site.engine.pinned == {site.digest("acme", "one")}
+        assert await preloader.unpin("acme/one@1")
+        assert site.engine.pinned == set()
+
+
+# ---------------------------------------------------------------------- at start
+@pytest.mark.parametrize("name", ["acme/none", "nobody/one", "one", "acme/one/x", "acme/one@7"])
+@pytest.mark.parametrize("flag", ["pin", "preload"])
+async def test_name_that_does_not_exist_at_start_is_an_error_that_names_it(
+    make_site: Any, flag: str, name: str
+) -> None:
+    site = make_site(**{flag: (name,)})
+    with pytest.raises(ConfigError, match=f"--{flag} {name}: "):
+        site.app.state.service.preloader.check_start()
+
+
+async def test_preloads_and_recent_ones_come_at_start_in_order(make_site: Any, tmp_path: Path) -> None:
+    recent = tmp_path / "recent.json"
+    write_text(recent, Popularity({"acme/two": 9.0, "acme/gone": 7.0, "acme/one": 5.0, "acme/other": 0.5}).text())
+    site = make_site(preload=("acme/one",), num_recent=3, recent_path=recent)
+    async with running(site) as preloader:
+        assert not preloader.is_ready
+        await until(lambda: preloader.is_ready)
+        digests = [digest for digest, _ in site.engine.preloaded]
+        assert digests == [site.digest("acme", "one"), site.digest("acme", "two")]
+    failures = [line for line in site.lines() if line["event"] == "preloading_failed"]
+    assert [line["name"] for line in failures] == ["acme/gone"]
+
+
+async def test_not_ready_while_adapters_come_but_no_longer_than_the_bound(
+    make_site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = make_site(pin=("acme/one",))
+    gate = asyncio.Event()
+
+    async def slow(name: str) -> None:
+        await gate.wait()
+
+    async with site.client() as client:
+        assert (await client.get("/ready")).status_code == 200, "nothing was started"
+        monkeypatch.setattr(Preloader, "_keep", lambda self, name: slow(name))
+        async with running(site):
+            response = await client.get("/ready")
+            assert_error(response, 503, code="overloaded")
+            assert response.headers["retry-after"] == "1"
+        monkeypatch.setattr(preloading, "READY_WAIT_S", 0.0)
+        async with running(site):
+            assert (await client.get("/ready")).status_code == 200
+
+
+@pytest.mark.parametrize("damage", [b"\xff{", b"[]"])
+async def test_damaged_file_is_logged_and_ignored(make_site: Any, tmp_path: Path, damage: bytes) -> None:
+    recent = tmp_path / "recent.json"
+    recent.write_bytes(damage)
+    site = make_site(num_recent=3, recent_path=recent)
+    async with running(site) as preloader:
+        await until(lambda: preloader.is_ready)
+    assert [line["event"] for line in site.lines() if line["level"] == "warning"] == ["recent_adapters_damaged"]
+    assert read_scores(recent) == {}, "it is written anew at the end"
+
+
+def test_recent_needs_a_place_and_a_count() -> None:
+    with pytest.raises(ConfigError, match="--data-dir"):
+        PreloadConfig(num_recent=1)
+    with pytest.raises(ConfigError, match="at least 0, got -1"):
+        PreloadConfig(num_recent=-1)
+
+
+# ---------------------------------------------------------------------- while it runs
+async def test_what_is_used_is_kept_and_what_was_pushed_out_comes_back(make_site: Any, tmp_path: Path) -> None:
+    class Small(FakeEngine):
+        """The pool has room, and nothing is in it."""
+
+        def residency(self) -> tuple[AdapterResidence, ...]:
+            return tuple(replace(one, state="absent") for one in super().residency())
+
+    site = make_site(
+        Small(description=fake_engine().description, only_held=True), num_recent=1, recent_path=tmp_path / "r"
+    )
+    async with running(site), site.client(site.world.key("acme")) as client:
+        for _ in range(3):
+            assert (await client.post("/v1/completions", json=ask("one"))).status_code == 200
+        await until(lambda: (site.digest("acme", "one"), True) in site.engine.preloaded)
+    assert read_scores(tmp_path / "r").keys() == {"acme/one"}
+    assert {digest for digest, _ in site.engine.preloaded} == {site.digest("acme", "one")}
+
+
+async def test_preloading_gives_nobody_a_right(make_site: Any) -> None:
+    site = make_site(pin=("acme/one",), preload=("acme/two",))
+    site.tenant("beta")
+    async with running(site) as preloader, site.client(site.world.key("beta")) as client:
+        await until(lambda: preloader.is_ready)
+        for name in ("acme/one", "acme/two", "one"):
+            response = await client.post("/v1/completions", json=ask(name))
+            assert_error(response, 404, "model", "model_not_found")
+
+
+async def test_bug_in_the_task_is_logged(make_site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = make_site(pin=("acme/one",))
+
+    async def broken(self: Preloader, name: str) -> None:
+        raise RuntimeError(name)
+
+    monkeypatch.setattr(Preloader, "_keep", broken)
+    async with running(site) as preloader:
+        await until(lambda: preloader.is_ready)
+    assert [line["error"] for line in site.lines() if line["event"] == "preloading_stopped"] == ["RuntimeError"]
+
+
+async def test_unknown_name_is_not_found_at_run_time(make_site: Any) -> None:
+    site = make_site()
+    async with running(site) as preloader:
+        with pytest.raises(ModelNotFound):
+            await preloader.pin("acme/none")
+        assert preloader.pinned == ()
+        assert not await preloader.unpin("acme/none")
