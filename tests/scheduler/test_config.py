@@ -43,3 +43,14 @@ def test_every_running_sequence_needs_a_token_of_the_budget(max_step_tokens: int
 def test_patience_is_a_finite_time(patience_s: float) -> None:
     with pytest.raises(ConfigError, match="adapter_patience_s must be 0 or more"):
         SchedulerConfig(8, adapter_patience_s=patience_s)
+
+
+@pytest.mark.parametrize(("tokens", "works"), [(8, False), (9, True), (None, True)])
+def test_prompts_need_tokens_beside_those_of_decoding_sequences(tokens: int | None, works: bool) -> None:
+    if works:
+        assert (
+            SchedulerConfig(8, max_step_tokens=16, max_num_seqs=8, max_mixed_tokens=tokens).max_mixed_tokens == tokens
+        )
+        return
+    with pytest.raises(ConfigError, match=r"max_mixed_tokens \(8\) must be more than .* --max-num-mixed-tokens"):
+        SchedulerConfig(8, max_step_tokens=16, max_num_seqs=8, max_mixed_tokens=tokens)

@@ -77,6 +77,16 @@ def test_decodes_come_before_prefills_even_of_older_sequences() -> None:
     assert parts(driver.step()) == [(0, 22, 1), (1, 4, 1), (2, 12, 1), (3, 0, 1)]
 
 
+def test_prompts_beside_decodes_keep_to_the_smaller_budget() -> None:
+    driver = make_driver(max_num_seqs=2, max_mixed_tokens=5)
+    driver.add_one(14, **FOREVER)
+    assert parts(driver.step()) == [(0, 0, 14)]
+    driver.add_one(7, **FOREVER)
+    assert parts(driver.step()) == [(0, 14, 1), (1, 0, 4)]
+    assert parts(driver.step()) == [(0, 15, 1), (1, 4, 3)]
+    assert parts(driver.step()) == [(0, 16, 1), (1, 7, 1)]
+
+
 def test_first_come_is_first_served() -> None:
     driver = make_driver(max_num_seqs=2)
     for _ in range(4):

@@ -13,9 +13,10 @@ DEVICES = "auto, cpu, cuda or cuda:<number>"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 CPU_MEMORY_BYTES = 1 * GIB
 GPU_MEMORY_UTILIZATION = 0.9
+MIXED_TOKENS = 512  # of steps in which sequences decode: those that CUDA graphs are captured for
 _OPTIONAL = (
     *("num_threads", "max_model_len", "max_num_seqs", "max_lora_rank"),
-    *("kv_pages", "max_num_batched_tokens", "memory_bytes", "max_waiting_tokens"),
+    *("kv_pages", "max_num_batched_tokens", "max_num_mixed_tokens", "memory_bytes", "max_waiting_tokens"),
 )
 _COUNTS = ("max_loras", "max_waiting")
 _FLAGS = {"memory_bytes": "--memory", "prefix_caching": "--enable-prefix-caching"}  # the others are named as the field
@@ -29,6 +30,7 @@ class EngineConfig:
     leave of `gpu_memory_utilization` of its memory. `max_loras` bounds distinct adapters in a step and `max_lora_rank`
     is a limit: neither reserves memory. `enforce_eager`: no CUDA graphs. `max_waiting` bounds the queue in sequences,
     `max_waiting_tokens` in prompt tokens. `tpot_target_ms` bounds the ranks of a step by what the engine has measured.
+    `max_num_mixed_tokens` bounds the tokens of a step in which sequences decode: each of them waits for the whole step.
     `prefix_caching`: requests of a tenant share computed prefixes; those without a tenant never do.
     """
 
@@ -46,6 +48,7 @@ class EngineConfig:
     max_waiting: int = 1024
     enforce_eager: bool = False
     max_waiting_tokens: int | None = None
+    max_num_mixed_tokens: int | None = None
     tpot_target_ms: float | None = None
     prefix_caching: bool = True
 
@@ -77,12 +80,15 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r} ({flag}).")
 
     def resolved(self, *, on_gpu: bool) -> "EngineConfig":
-        """With the token budget, the sequences of a step and, on the CPU, the pool as suit the device."""
+        """With the token budgets, the sequences of a step and, on the CPU, the pool as suit the device."""
         budget = self.max_num_batched_tokens or (2048 if on_gpu else 512)
+        num_seqs = self.max_num_seqs or min(256 if on_gpu else 64, budget)
+        mixed = max(MIXED_TOKENS, 2 * num_seqs) if on_gpu and not self.enforce_eager else None
         return replace(
             self,
             max_num_batched_tokens=budget,
-            max_num_seqs=self.max_num_seqs or min(256 if on_gpu else 64, budget),
+            max_num_seqs=num_seqs,
+            max_num_mixed_tokens=self.max_num_mixed_tokens or mixed,
             memory_bytes=self.memory_bytes or (None if on_gpu else CPU_MEMORY_BYTES),
         )
 

@@ -147,6 +147,7 @@ def _scheduler_config(config: EngineConfig, geometry: PoolGeometry, max_len: int
         max_model_len=max_len,
         max_step_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
+        max_mixed_tokens=config.max_num_mixed_tokens,
         max_loras=config.max_loras,
         load_ahead=True,
         max_load_pages=max(1, LOADING_BYTES // geometry.page_bytes),

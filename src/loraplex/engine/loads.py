@@ -71,7 +71,8 @@ class AdapterLoader:
         for load in self._loads:
             if load.mark is None and left > 0:
                 left -= self._copy(load, len(load.pages) if self._runner.copies_aside else left)
-        ended, on_the_way, num_bytes, is_held_up = [], deque[_Load](), 0, False
+        ended, on_the_way = list[LoadEnded](), deque[_Load]()
+        num_bytes, is_held_up = 0, False
         for load in self._loads:
             is_held_up = is_held_up or load.is_held_up  # copies keep their order
             is_done = load.mark is not None and load.mark.is_done()

@@ -17,6 +17,9 @@ class SchedulerConfig:
     that waits for an adapter's turn may be overtaken by requests whose adapter already runs. The base may overtake it
     after that as well. `aging_s`: who has waited so long counts as of the highest priority that waits.
 
+    `max_mixed_tokens` bounds a step in which sequences decode, which wait for the prompts in it (None: no bound of its
+    own). A prompt that comes beside them takes more steps.
+
     `load_ahead`: adapters are loaded beside steps, with at most `max_load_pages` pages on their way (None: no bound);
     without, a step waits for the adapters that it brings in. `tpot_target_ms` bounds the ranks of a step by the
     calibrated cost model. `fair_shares`: tenants are served by what they were served, not by age alone.
@@ -29,6 +32,7 @@ class SchedulerConfig:
     max_model_len: int
     max_step_tokens: int = 512
     max_num_seqs: int = 64
+    max_mixed_tokens: int | None = None
     max_loras: int = 32
     adapter_patience_s: float = 0.5
     aging_s: float = 10.0
@@ -51,6 +55,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence takes one token of the budget; set --max-num-batched-tokens or --max-num-seqs."
+            )
+        if self.max_mixed_tokens is not None and self.max_mixed_tokens <= self.max_num_seqs:
+            raise ConfigError(
+                f"max_mixed_tokens ({self.max_mixed_tokens}) must be more than max_num_seqs ({self.max_num_seqs}): "
+                "prompts take what decoding sequences leave; set --max-num-mixed-tokens or --max-num-seqs."
             )
         for name in ("adapter_patience_s", "aging_s"):
             value = getattr(self, name)

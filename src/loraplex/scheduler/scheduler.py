@@ -339,6 +339,8 @@ class Scheduler:
                 decodes.append(seq)
             elif missing > 1:
                 prefills.append(seq)
+        if decodes and self.config.max_mixed_tokens is not None:
+            budget = min(budget, self.config.max_mixed_tokens)
         for seq in decodes + prefills:
             num_tokens = len(seq.token_ids)
             if budget == 0:
