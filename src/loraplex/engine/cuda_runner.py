@@ -47,7 +47,7 @@ from loraplex.scheduler import Sequence as SequenceState
 
 # Tokens that rows of prompts attend to in a graph's step, each row counted, without adapters and with. Beyond, reading
 # them takes longer than launching the step takes the host, which is longer with adapters.
-_PROMPT_TOKENS = (2**16, 2**18)
+_PROMPT_TOKENS = (2**18, 2**20)
 _LINK_BYTES = 64 * 2**20  # that the link's speed is measured with
 _RESULTS = 3  # steps whose results may be unread at once, and one more
 _Progress = Callable[[int, int], None]
