@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,9 +16,19 @@ from pathlib import Path
 import pytest
 
 from loraplex.cli.listen import close_all
-from loraplex.cli.serve_settings import host_adapter_bytes, open_port, registry_config, runtime_roots, start_modules
+from loraplex.cli.serve_settings import (
+    engine_config,
+    host_adapter_bytes,
+    open_port,
+    preload_config,
+    registry_config,
+    runtime_roots,
+    start_modules,
+)
 from loraplex.core import ConfigError
+from loraplex.engine.config import EngineConfig
 from loraplex.registry import Registry, RegistryConfig, Role
+from loraplex.server.preloading import PreloadConfig
 
 from ..conftest import MakeAdapter, MakeBase
 
@@ -159,6 +170,19 @@ def call(url: str, key: str | None, body: dict[str, object] | None = None) -> tu
         return error.code, json.load(error)
 
 
+def pool_of(url: str, key: str) -> list[tuple[str, bool]]:
+    """State of each adapter and whether it is pinned, when no more come without a request."""
+    deadline = time.monotonic() + 20
+    while True:
+        states = [
+            (one["state"], one["is_pinned"])
+            for one in call(f"{url}/admin/v1/residency", key)[1]["adapters"]  # type: ignore[attr-defined]
+        ]
+        if [state for state, _ in states] == ["resident"] * 2 or time.monotonic() > deadline:
+            return sorted(states)
+        time.sleep(0.05)
+
+
 def test_a_server_with_a_registry_answers_each_caller_with_its_own(
     tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path
 ) -> None:
@@ -177,8 +201,11 @@ def test_a_server_with_a_registry_answers_each_caller_with_its_own(
             version = registry.publish(operator, tenant, "one", adapter, description, base_unverified=True)
             registry.adapters.skip_verification(operator, tenant, "one", version.number)
             registry.adapters.activate(operator, tenant, "one", version.number, expected=None)
+        chief = registry.keys.create(operator, "acme", Role.OPERATOR).key.reveal()
     body: dict[str, object] = {"model": "one", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
-    with serving(base, "--data-dir", str(tmp_path / "data")) as (url, said):
+    early = ("--pin", "acme/one", "--preload", "globex/one", "--preload-recent", "3")
+    with serving(base, "--data-dir", str(tmp_path / "data"), *early) as (url, said):
+        assert pool_of(url, chief) == [("resident", False), ("resident", True)]
         assert "with a registry of 2 tenants with 2 active adapters" in said[-1]
         assert call(f"{url}/v1/completions", None, body)[0] == 401
         digests = set()
@@ -188,8 +215,12 @@ def test_a_server_with_a_registry_answers_each_caller_with_its_own(
             digests.add(answer["x_loraplex"]["adapter"]["digest"])  # type: ignore[index]
         assert len(digests) == 2
     lines = [json.loads(line) for line in said]  # all of them
-    assert [line["tenant"] for line in lines if line["event"] == "request"] == [None, "acme", "globex"]
+    requests = [line for line in lines if line["event"] == "request"]
+    asked = [line["tenant"] for line in requests if line["tenant"] is None or line["requested_model"] == "one"]
+    assert asked == [None, "acme", "globex"]
     assert not any(key in line for line in said for key in keys.values())
+    recent = json.loads((tmp_path / "data" / "recent-adapters.json").read_text())
+    assert recent["scores"].keys() == {"acme/one", "globex/one"}
 
 
 def test_adapters_are_loaded_at_run_time_from_below_the_roots(
@@ -230,6 +261,30 @@ def test_a_server_without_a_registry_says_so(tiny_base: MakeBase, tiny_adapter: 
     with serving(base, "--lora-modules", f"one={tiny_adapter(base)}") as (url, said):
         assert "with 1 adapters, no registry" in said[-1]
         assert call(f"{url}/v1/models/one", None)[0] == 200
+
+
+def test_a_name_to_pin_or_preload_that_does_not_exist_is_one_line(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter
+) -> None:
+    base = tiny_base("llama")
+    command = [*COMMAND, str(base), "--port", "0", "--memory", "8M", "--num-threads", "1", "--preload", "two"]
+    command += ["--lora-modules", f"one={tiny_adapter(base)}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=clean_environment())
+    assert done.returncode == 2
+    assert done.stderr.endswith("error config_error: --preload two: The model 'two' does not exist.\n")
+
+
+def test_what_the_last_run_used_is_kept_in_the_data_directory_only() -> None:
+    assert preload_config(["a/b"], None, 0, None) == PreloadConfig(pin=("a/b",))
+    assert preload_config(None, ["a/b"], 2, Path("data")).recent_path == Path("data/recent-adapters.json")
+    with pytest.raises(ConfigError, match="--preload-recent needs --data-dir"):
+        preload_config(None, None, 2, None)
+
+
+def test_settings_of_the_engine_are_the_flags_of_their_names() -> None:
+    flags = {"memory": "2M", "enable_prefix_caching": False, "max_loras": 3, "dtype": "float32", "host": "x"}
+    expected = EngineConfig(memory_bytes=2**21, prefix_caching=False, max_loras=3, dtype="float32")
+    assert engine_config(flags) == expected
 
 
 def test_a_registry_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def _launch(
             say(console, warning, style="yellow")
     client = AsyncEngine(engine)
     app = create_app(client, models if registry is None else registry, server_config)
+    app.state.service.preloader.check_start()
     client.start()
     sweep = None if registry is None else PeriodicSweep(registry, packed)
     return Launched(app, client, models, base, started_s, registry, sweep)

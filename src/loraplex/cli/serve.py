@@ -13,7 +13,9 @@ from loraplex.cli.listen import run_bound
 from loraplex.cli.say import LogConsole, say
 from loraplex.cli.serve_settings import (
     DEFAULT_HOST_ADAPTERS,
+    engine_config,
     open_port,
+    preload_config,
     registry_config,
     runtime_roots,
     server_config,
@@ -57,6 +59,15 @@ _CpuMemory = typer.Option(
 )
 _PackedCache = typer.Option(
     help="Disk for adapters of a registry as they lie in memory, for example 100G, in the data directory; 0: none."
+)
+_Pin = typer.Option(
+    "--pin", help="Adapter that stays in the pool, used or not; with a registry tenant/name (repeatable)."
+)
+_Preload = typer.Option("--preload", help="Adapter to bring into the pool at start, named as for --pin (repeatable).")
+_PreloadRecent = typer.Option(
+    help="At start, bring in so many of the adapters that the last run used most; while it runs, bring back those that "
+    "were pushed out when pages are free.",
+    min=0,
 )
 _PublicMetrics = typer.Option(
     "--public-metrics", help="With a registry, serve /metrics without a key too; it shows names of adapters at work."
@@ -107,6 +118,9 @@ def serve(
     max_cpu_loras: Annotated[int | None, _MaxCpuLoras] = None,
     cpu_lora_memory: Annotated[str | None, _CpuMemory] = None,
     packed_cache_size: Annotated[str, _PackedCache] = "16G",
+    pin: Annotated[list[str] | None, _Pin] = None,
+    preload: Annotated[list[str] | None, _Preload] = None,
+    preload_recent: Annotated[int, _PreloadRecent] = 0,
     max_lora_rank: Annotated[int | None, _MaxRank] = None,
     kv_pages: Annotated[int | None, typer.Option(help="Pages of the pool for KV and adapters.", min=1)] = None,
     memory: Annotated[str | None, _Memory] = None,
@@ -124,34 +138,15 @@ def serve(
     num_threads: Annotated[int | None, _Threads] = None,
 ) -> None:
     """Serve a base model and its adapters over an OpenAI-compatible HTTP API."""
-    from loraplex.engine.config import EngineConfig
-
-    console = LogConsole(stderr=True)
-    engine_config = EngineConfig(
-        dtype=dtype,
-        device=device,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        kv_pages=kv_pages,
-        memory_bytes=None if memory is None else parse_size(memory, "--memory"),
-        gpu_memory_utilization=gpu_memory_utilization,
-        enforce_eager=enforce_eager,
-        max_waiting=max_waiting,
-        max_waiting_tokens=max_waiting_tokens,
-        tpot_target_ms=tpot_target_ms,
-        prefix_caching=enable_prefix_caching,
-    )
+    console, engine = LogConsole(stderr=True), engine_config(ctx.params)
     registry = registry_config(data_dir, database_url, artifacts_url, max_lora_rank)
     key, roots = usable_key(ctx, api_key, registry, console), runtime_roots(allow_runtime_lora_updating, lora_root)
     room = max_cpu_loras or max(DEFAULT_HOST_ADAPTERS, max_loras)
-    config = server_config(key, room, cpu_lora_memory, roots, public_metrics)
+    preloads = preload_config(pin, preload, preload_recent, data_dir)
+    config = server_config(key, room, cpu_lora_memory, roots, public_metrics, preloads)
     modules, sockets = start_modules(lora_modules, registry), open_port(host, port, key, registry, insecure_no_auth)
     packed = parse_size(packed_cache_size, "--packed-cache-size")
-    launched = launch(base, modules, engine_config, config, console, served_model_name, registry, packed)
+    launched = launch(base, modules, engine, config, console, served_model_name, registry, packed)
     run(launched, sockets, host, port, console)
 
 

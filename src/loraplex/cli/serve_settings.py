@@ -1,10 +1,11 @@
 """What `loraplex serve` makes of its flags about callers, adapters and the port, before anything is loaded."""
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -16,8 +17,10 @@ from loraplex.cli.sizes import parse_size
 from loraplex.core import ConfigError
 
 if TYPE_CHECKING:
+    from loraplex.engine import EngineConfig
     from loraplex.registry import RegistryConfig
     from loraplex.server import ServerConfig
+    from loraplex.server.preloading import PreloadConfig
 
 DEFAULT_HOST_ADAPTERS = 256
 _DEFAULT_HOST_BYTES = 4 * 2**30  # where the system does not say how much memory there is
@@ -33,8 +36,36 @@ def host_adapter_bytes(given: str | None) -> int:
     return _DEFAULT_HOST_BYTES if available is None else max(1, available // 4)
 
 
+def engine_config(flags: Mapping[str, Any]) -> "EngineConfig":
+    """The engine's settings: flags of their names, and two that are called otherwise. Raises ConfigError."""
+    from loraplex.engine.config import EngineConfig
+
+    memory = flags["memory"]
+    renamed = {
+        "memory_bytes": None if memory is None else parse_size(memory, "--memory"),
+        "prefix_caching": flags["enable_prefix_caching"],
+    }
+    known = {field.name for field in fields(EngineConfig)}
+    return EngineConfig(**{name: value for name, value in flags.items() if name in known}, **renamed)
+
+
+def preload_config(
+    pin: Sequence[str] | None, preload: Sequence[str] | None, num_recent: int, data_dir: Path | None
+) -> "PreloadConfig":
+    """Adapters that come without a request. Raises ConfigError."""
+    from loraplex.server.preloading import PreloadConfig
+
+    recent_path = None if data_dir is None else data_dir / "recent-adapters.json"
+    return PreloadConfig(tuple(pin or ()), tuple(preload or ()), num_recent, recent_path)
+
+
 def server_config(
-    key: str | None, max_adapters: int, memory: str | None, roots: tuple[Path, ...] | None, public_metrics: bool
+    key: str | None,
+    max_adapters: int,
+    memory: str | None,
+    roots: tuple[Path, ...] | None,
+    public_metrics: bool,
+    preloads: "PreloadConfig",
 ) -> "ServerConfig":
     """What the HTTP server may do. Raises ConfigError."""
     from loraplex.server import ServerConfig
@@ -45,6 +76,7 @@ def server_config(
         host_adapter_bytes=host_adapter_bytes(memory),
         adapter_roots=roots,
         public_metrics=public_metrics,
+        preloads=preloads,
     )
 
 

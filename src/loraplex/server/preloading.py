@@ -22,6 +22,7 @@ from loraplex.server.threads import WorkerThreads
 READY_WAIT_S = 30.0  # for which /ready may be held up
 TICK_S = 1.0  # between looks whether a pinned name stands for other weights
 _NOTE_S = 60.0  # between notes of what is popular
+_HALF_LIFE_S = 60.0  # of the popularity that the engine tells
 _REFILL_S = 10.0  # between looks whether popular adapters were pushed out
 _MAX_REFILLS = 8
 
@@ -79,6 +80,7 @@ class Preloader:
         self._task: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0  # at the latest
         self._is_done = True
+        self._noted_s = 0.0
 
     # ------------------------------------------------------------------ life
     def check_start(self) -> None:
@@ -97,7 +99,8 @@ class Preloader:
 
     def start(self) -> None:
         """Begin, in the running loop."""
-        self._is_done, self._ready_at_s = False, time.monotonic() + READY_WAIT_S
+        self._is_done, self._noted_s = False, time.monotonic()
+        self._ready_at_s = self._noted_s + READY_WAIT_S
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -108,7 +111,7 @@ class Preloader:
             return
         task.cancel()
         await asyncio.wait({task})
-        await self._save()
+        await self._guarded("popularity", self._note)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """A bug must not pass in silence."""
@@ -125,7 +128,7 @@ class Preloader:
         for name in dict.fromkeys((*self._config.preload, *recent)):
             await self._guarded("preload", partial(self._preload, name), name=name)
         self._is_done = True
-        noted = refilled = time.monotonic()
+        refilled = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
             for name in tuple(self._pins):
@@ -134,9 +137,8 @@ class Preloader:
             if now - refilled >= _REFILL_S:
                 refilled = now
                 await self._guarded("refill", self._refill)
-            if now - noted >= _NOTE_S:
-                await self._guarded("popularity", partial(self._note, now - noted))
-                noted = now
+            if now - self._noted_s >= _NOTE_S:
+                await self._guarded("popularity", self._note)
 
     async def _guarded(self, what: str, call: Callable[[], Awaitable[None]], **fields: str) -> None:
         """Do a part of the work; what goes wrong is logged, and the rest goes on."""
@@ -258,10 +260,15 @@ class Preloader:
         except ValueError as error:
             self._log.warning("recent_adapters_damaged", path=str(path), message=f"{error}; it is ignored")
 
-    async def _note(self, elapsed_s: float) -> None:
-        """Book what was started in the last minute, and keep it."""
+    async def _note(self) -> None:
+        """Book what was started since the last time, and keep it."""
+        before, self._noted_s = self._noted_s, time.monotonic()
+        elapsed_s = self._noted_s - before
+        if self._config.recent_path is None:
+            return
         found = await self._threads.run(self._engine.residency)
-        starts = {one.digest: one.popularity for one in found if one.popularity > 0.0}
+        share = min(1.0, elapsed_s / _HALF_LIFE_S)  # popularity is of about the last minute
+        starts = {one.digest: share * one.popularity for one in found if one.popularity > 0.0}
         names = self._by_name(starts)
         self._popularity.note({name: starts[digest] for name, digest in names.items()}, elapsed_s)
         await self._save()
