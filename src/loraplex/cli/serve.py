@@ -83,6 +83,11 @@ _Share = typer.Option(help="Share of the GPU's memory to use for base, workspace
 _Eager = typer.Option("--enforce-eager", help="No CUDA graphs: starts sooner, takes less memory, decodes slower.")
 _Device = typer.Option(help="auto, cpu, cuda or cuda:<number>; auto takes a GPU where there is one.")
 _Budget = typer.Option(help="Token budget of one step; default: 512 on the CPU, 2048 on a GPU.", min=1)
+_Mixed = typer.Option(
+    help="Token budget of a step in which sequences decode, which wait for it; default: on a GPU with CUDA graphs 512, "
+    "or twice --max-num-seqs if that is more, else no bound of its own.",
+    min=2,
+)
 _MaxLen = typer.Option(
     help="Most tokens of prompt and output; default: the model's context, or less if the pool holds less.", min=1
 )
@@ -130,6 +135,7 @@ def serve(
     max_model_len: Annotated[int | None, _MaxLen] = None,
     max_num_seqs: Annotated[int | None, _MaxSeqs] = None,
     max_num_batched_tokens: Annotated[int | None, _Budget] = None,
+    max_num_mixed_tokens: Annotated[int | None, _Mixed] = None,
     max_waiting: Annotated[int, _MaxWaiting] = 1024,
     max_waiting_tokens: Annotated[int | None, _MaxWaitingTokens] = None,
     tpot_target_ms: Annotated[float | None, _Target] = None,
