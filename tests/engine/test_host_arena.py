@@ -1,6 +1,7 @@
 """Host memory in pages: within the bound, given back once, and never anybody else's."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from loraplex.core import AdapterRefused, OverloadReason, RefusalReason
 from loraplex.core.host_memory import HostMemoryFull
+from loraplex.engine import host_arena
 from loraplex.engine.host_arena import HostArena, HostPages, LeasedPages
 
 ELEMS = 16  # of float32: pages of 64 bytes
@@ -175,3 +177,41 @@ def test_threads_lease_and_give_back_at_once() -> None:
         thread.join()
     assert errors == []
     assert (arena.num_leased, arena.num_free * 64) == (0, arena.held_bytes)
+
+
+def start_slow_block(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Thread]:
+    """A thread that leases a page and is held up while its block is being made, until the event is set."""
+    making, may_go, real = threading.Event(), threading.Event(), torch.empty
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        making.set()
+        assert may_go.wait(10)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", slow)
+    thread = threading.Thread(target=arena.allocate, args=(1,))
+    thread.start()
+    assert making.wait(10)
+    return may_go, thread
+
+
+def test_small_lease_waits_for_the_block_that_another_thread_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = make_arena(BLOCK)
+    may_go, thread = start_slow_block(arena, monkeypatch)
+    threading.Timer(0.05, may_go.set).start()
+    assert len(arena.allocate(1)) == 1
+    thread.join()
+    assert (arena.num_leased, arena.held_bytes) == (2, BLOCK)
+
+
+def test_block_that_is_long_in_the_making_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_arena, "_BLOCK_WAIT_S", 0.02)
+    arena = make_arena(BLOCK)
+    may_go, thread = start_slow_block(arena, monkeypatch)
+    with pytest.raises(HostMemoryFull):
+        arena.allocate(1)
+    with pytest.raises(AdapterRefused):
+        arena.allocate(17)
+    may_go.set()
+    thread.join()
+    assert len(arena.allocate(15)) == 15

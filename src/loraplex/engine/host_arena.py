@@ -18,6 +18,7 @@ from loraplex.engine.page_runs import FreeRuns, PageRun
 
 BLOCK_BYTES = 256 * 2**20
 MAX_RUNS = 4  # in which an image may lie rather than ask for another block
+_BLOCK_WAIT_S = 5.0  # for blocks that other threads are making
 
 
 class HostPages:
@@ -103,9 +104,10 @@ class HostArena:
         self._page_elems = page_elems
         self._pin_memory = pin_memory
         self._block_bytes = max(block_bytes, 1 << (self.page_bytes - 1).bit_length())
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when pages may have come
         self._blocks: dict[int, Tensor] = {}  # [pages, page_elems], by number
         self._num_blocks = 0  # with those that are being made
+        self._booked_bytes = 0  # of those that are being made
         self._free = FreeRuns()
         self.held_bytes = 0  # of blocks
         self.num_leased = 0  # pages
@@ -119,11 +121,13 @@ class HostArena:
         """Lease pages, as zeros. Raises HostMemoryFull, and AdapterRefused for more than can ever be held."""
         while True:
             with self._lock:
+                self._await_blocks(num_pages)
                 if self._may_take(num_pages) or not (size := self._next_block()):
                     leased = self._take(num_pages)
                     break
                 number, self._num_blocks = self._num_blocks, self._num_blocks + 1
                 self.held_bytes += size
+                self._booked_bytes += size
             if not self._add_block(number, size):
                 leased = self._take_what_is_there(num_pages, size)
                 break
@@ -144,6 +148,15 @@ class HostArena:
         with self._lock:
             self._free.give(lease)
             self.num_leased -= sum(map(len, lease))
+            self._lock.notify_all()
+
+    def _await_blocks(self, num_pages: int) -> None:
+        """Where the bound leaves no further block, wait a while for those that other threads are making."""
+
+        def is_settled() -> bool:
+            return not self._booked_bytes or self._free.num_pages >= num_pages or bool(self._next_block())
+
+        self._lock.wait_for(is_settled, _BLOCK_WAIT_S)
 
     def _may_take(self, num_pages: int) -> bool:
         """Whether the free pages are enough and lie together well."""
@@ -166,11 +179,17 @@ class HostArena:
         except (RuntimeError, MemoryError):  # torch's out-of-memory errors are RuntimeErrors
             with self._lock:
                 self.held_bytes -= size
+                self._unbook(size)
             return False
         with self._lock:
             self._blocks[number] = block
             self._free.give([PageRun(number, 0, len(block))])
+            self._unbook(size)
         return True
+
+    def _unbook(self, size: int) -> None:
+        self._booked_bytes -= size
+        self._lock.notify_all()
 
     def _take_what_is_there(self, num_pages: int, size: int) -> LeasedPages:
         with self._lock:
@@ -190,7 +209,8 @@ class HostArena:
         )
 
     def _refusal(self, num_pages: int) -> HostMemoryFull | AdapterRefused:
-        wanted, there = num_pages * self.page_bytes, (self._free.num_pages + self.num_leased) * self.page_bytes
+        wanted = num_pages * self.page_bytes
+        there = (self._free.num_pages + self.num_leased) * self.page_bytes + self._booked_bytes
         limit = f"the server keeps {self.max_bytes} bytes of adapters in host memory (--cpu-lora-memory)"
         if wanted > there:
             return AdapterRefused(RefusalReason.TOO_LARGE, f"The adapter takes {wanted} bytes of pages; {limit}.")
