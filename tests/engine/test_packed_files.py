@@ -1,5 +1,6 @@
 """Packed adapters on disk: the same image bit for bit, or none."""
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -91,6 +92,22 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "swapped halves": lambda data: data[:2000] + data[4000:6000] + data[2000:4000] + data[6000:],
     **{f"a bit at {at}": flip(at) for at in (0.0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999, 1.0)},
 }
+
+
+@pytest.mark.parametrize("shape", [[-1, -1], [-1], [-2, -3], [2**40, 2**40], [0, -1], "ab", None])
+def test_shape_that_cannot_be_is_damage(
+    shape: object, files: PackedFiles, packed: PackedAdapter, adapter: Adapter, arena: HostArena
+) -> None:
+    files.store(adapter.digest, packed)
+    path, leased = file_of(files, adapter.digest), arena.num_leased
+    data = path.read_bytes()
+    length = int.from_bytes(data[8:12], "little")
+    fields = json.loads(data[12 : 12 + length])
+    fields["shapes"]["piece_page"] = shape
+    header = json.dumps(fields).encode()
+    path.write_bytes(data[:8] + len(header).to_bytes(4, "little") + header + data[12 + length :])
+    assert files.load(adapter.digest, arena.allocate) is None
+    assert (files.counts().num_dropped, arena.num_leased, path.exists()) == (1, leased, False)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -205,8 +222,12 @@ def test_crash_before_the_rename_leaves_no_adapter(
             files.store(adapter.digest, packed)
     (left,) = files._directory.iterdir()
     assert files.load(adapter.digest, arena.allocate) is None
-    PackedFiles(files._directory, ROOM, "stamp")
+    again = PackedFiles(files._directory, ROOM, "stamp")
     assert left.exists(), "another process may be writing it"
+    assert again.counts().num_bytes == left.stat().st_size
+    assert again.sweep(lambda digest: digest == adapter.digest) == 1
+    assert not left.exists()
+    left.touch()
     monkeypatch.setattr(packed_files, "_STALE_S", -1.0)
     PackedFiles(files._directory, ROOM, "stamp")
     assert not left.exists()

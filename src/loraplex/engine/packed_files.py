@@ -91,7 +91,7 @@ class PackedFiles:
             self._count("num_misses")
             self._forget(name)
             return None
-        except (Damaged, OSError) as error:
+        except (Damaged, OSError, ValueError) as error:
             # the kind of an error alone: what a file holds is not logged
             why = str(error) if isinstance(error, Damaged) else type(error).__name__
             _log.warning("packed adapter %s was dropped: %s", digest, why)
@@ -158,16 +158,20 @@ class PackedFiles:
         return {"digest": str(digest), "stamp": self._stamp}
 
     def _scan(self) -> "OrderedDict[str, int]":
-        """Sizes of the files, the least recently used first. Removes what interrupted writes have left."""
+        """Sizes of the files, the least recently used first. Removes what interrupted writes have left.
+
+        Those that may still be written to count until `sweep` takes them.
+        """
         found: list[tuple[float, str, int]] = []
         for path in self._directory.iterdir():
             try:
                 status = path.lstat()
                 if path.name.startswith(_TEMPORARY) and time.time() - status.st_mtime > _STALE_S:
                     path.unlink()
+                    continue
             except FileNotFoundError:
                 continue  # another process was quicker
-            if path.name.endswith(_SUFFIX):
+            if path.name.endswith(_SUFFIX) or path.name.startswith(_TEMPORARY):
                 found.append((status.st_mtime, path.name, status.st_size))
         return OrderedDict((name, size) for _, name, size in sorted(found))
 

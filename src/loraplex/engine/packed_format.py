@@ -7,6 +7,7 @@ The header says whose file it is and how long the tables are. Pages are read str
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,7 +70,7 @@ def read_packed(fd: int, num_bytes: int, identity: Mapping[str, str], allocate: 
         raise Damaged("it is another adapter's, or was packed otherwise")
     tables = {name: reader.table(header, name, dtype) for name, dtype in _TABLES.items()}
     num_pages, page_bytes = header.get("pages"), header.get("page_bytes")
-    if not isinstance(num_pages, int) or num_pages < 1 or not isinstance(page_bytes, int):
+    if not isinstance(num_pages, int) or num_pages < 1 or not isinstance(page_bytes, int) or page_bytes < 1:
         raise Damaged("its header says nothing of pages")
     if num_pages * page_bytes != reader.left:
         raise Damaged(f"it has {num_bytes} bytes, which is not what its header says")
@@ -134,7 +135,7 @@ class _Reader:
             raise Damaged("its header is too long")
         try:
             fields = json.loads(self._take(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Damaged("its header cannot be read") from None
         if not isinstance(fields, dict):
             raise Damaged("its header cannot be read")
@@ -144,11 +145,11 @@ class _Reader:
         """The next table, of the shape that the header says."""
         try:
             shape = tuple(int(size) for size in header["shapes"][name])
-            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            num_bytes = math.prod(shape) * dtype.itemsize
         except (KeyError, TypeError, ValueError, OverflowError):
             raise Damaged(f"its header says nothing of {name}") from None
-        if len(shape) > 2 or not 0 <= num_bytes <= self.left:
-            raise Damaged(f"its header says too much of {name}")
+        if len(shape) > 2 or any(size < 0 for size in shape) or not 0 <= num_bytes <= self.left:
+            raise Damaged(f"its header gives {name} a shape that cannot be")
         return np.frombuffer(self._take(num_bytes), dtype).reshape(shape)
 
     def pages(self, image: LeasedPages, page_bytes: int) -> None:
