@@ -114,6 +114,42 @@ async def test_read_that_takes_too_long_fails_with_a_code_and_is_not_begun_twice
     assert (place.num_reads, world.host.num_ready) == (1, 1)
 
 
+async def test_late_read_is_used_by_the_next_request_and_counts_as_one_failure() -> None:
+    world, place = World(timeout_s=0.02), Place(A)
+    place.open.clear()
+    for turn in range(4):
+        world.now = turn * 1.0
+        with pytest.raises(StoreUnavailable) as caught:
+            await world.use(place)
+        assert caught.value.retry_after_s == 1.0
+    assert next(iter(world.host._backoff._failed.values())).count == 1
+    place.open.set()
+    await until(lambda: bool(world.host._reads._late))
+    world.now = 10.0
+    await world.use(place)
+    assert (place.num_reads, world.host.num_ready) == (1, 1)
+    assert not world.host._reads._late
+
+
+async def test_two_tenants_with_a_hung_store_leave_threads_to_a_third() -> None:
+    world = World(timeout_s=0.1)
+    slow = [Place(digest_of(i)) for i in range(NUM_READ_THREADS * 2)]
+    for place in slow:
+        place.open.clear()
+    waiting = [asyncio.create_task(world.use(place, f"slow{i % 2}")) for i, place in enumerate(slow)]
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(error) for error in errors} == {StoreUnavailable, Overloaded}
+    assert len(world.host._backoff._failed) == sum(place.num_reads for place in slow), "no thread is no failure"
+    for number in range(5):
+        await world.use(Place(digest_of(1000 + number)), "quick")
+    assert world.host.num_ready == 5
+    for place in slow:
+        place.open.set()
+    await until(lambda: not world.host._reads._reads)
+    assert world.host._reads._num_apart == 0
+    assert world.host._reads._free_readers._value == NUM_READ_THREADS
+
+
 # ---------------------------------------------------------------------- broken
 @pytest.mark.parametrize("error", [ArtifactMissing("it is gone"), StoreUnavailable("no answer"), OSError(5, "I/O")])
 async def test_failing_source_is_asked_less_and_less_often(error: Exception) -> None:

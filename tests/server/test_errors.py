@@ -16,6 +16,7 @@ from loraplex.core import (
     RefusalReason,
     ServerError,
 )
+from loraplex.core.registry_errors import StoreUnavailable
 from loraplex.server.errors import ERROR_KINDS, kind_of, reply_for
 from loraplex.server.routes import ROUTES
 from loraplex.testing import FakeEngine
@@ -82,6 +83,10 @@ def test_foreign_errors_say_nothing_of_their_cause() -> None:
 
 def test_overloaded_tells_whole_seconds_and_at_least_one() -> None:
     assert [reply_for(Overloaded("m", s)).retry_after_s for s in (0.0, 1.2, 3.0)] == [1, 2, 3]
+    unavailable = StoreUnavailable("m")
+    assert reply_for(unavailable).response().headers["retry-after"] == "1"
+    unavailable.retry_after_s = 8.0
+    assert reply_for(unavailable).retry_after_s == 8
 
 
 @pytest.mark.anyio

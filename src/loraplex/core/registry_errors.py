@@ -101,11 +101,18 @@ class RegistryLimitReached(ClientError):
 
 
 class RegistryUnavailable(ServerError):
+    """`retry_after_s` is as in StoreUnavailable."""
+
     code = "registry_unavailable"
+    retry_after_s = 1.0
 
 
 class StoreUnavailable(ServerError):
+    """`retry_after_s` is after how many seconds to try again; `goes_on`: of a read that failed so before, still."""
+
     code = "store_unavailable"
+    retry_after_s = 1.0
+    goes_on = False
 
 
 class StoreFull(ServerError):

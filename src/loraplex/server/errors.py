@@ -147,8 +147,15 @@ def reply_for(error: Exception) -> ErrorReply:
         message=error.message,
         param=_param_of(error),
         reason=error.reason_code if isinstance(error, AdapterRefused | BaseRefused | Overloaded) else None,
-        retry_after_s=max(1, math.ceil(error.retry_after_s)) if isinstance(error, Overloaded) else None,
+        retry_after_s=_retry_after_of(error),
     )
+
+
+def _retry_after_of(error: LoraplexError) -> int | None:
+    """Whole seconds, of errors that pass."""
+    if isinstance(error, Overloaded | registry.StoreUnavailable | registry.RegistryUnavailable):
+        return max(1, math.ceil(error.retry_after_s))
+    return None
 
 
 def _param_of(error: LoraplexError) -> str | None:

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from loraplex.core import AdapterDigest
+from loraplex.core import AdapterDigest, Overloaded
 from loraplex.core.host_memory import HostMemoryFull
+from loraplex.core.registry_errors import StoreUnavailable
 from loraplex.server.adapter_reads import AdapterReads, AdapterSource
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_figures import HostCounters, HostFigures
@@ -219,12 +220,14 @@ class HostAdapters:
             self._settle(source.digest, entry)
 
     def _book(self, source: AdapterSource, load: _Load, failure: Exception | None) -> None:
-        """Note for all who waited how a read ended; want of memory is not the source's fault."""
+        """Note for all who waited how a read ended; want of memory or threads is not the source's fault."""
         for tenant in load.tenants:
             if failure is None:
                 self._backoff.forget(tenant, (source.digest, source.key))
-            elif not isinstance(failure, HostMemoryFull):
-                self._backoff.note(tenant, (source.digest, source.key), failure)
+            elif not isinstance(failure, Overloaded):
+                wait_s = self._backoff.note(tenant, (source.digest, source.key), failure)
+                if isinstance(failure, StoreUnavailable):
+                    failure.retry_after_s = max(failure.retry_after_s, wait_s)
 
     async def _with_room(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """What `call` gives, when the engine has room for it. Raises HostMemoryFull after the patience."""

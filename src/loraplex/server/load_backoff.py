@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from loraplex.core import AdapterRefused, LoraplexError, Overloaded, OverloadReason
+from loraplex.core.registry_errors import StoreUnavailable
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 60.0
@@ -37,16 +38,18 @@ class LoadBackoff:
         message = f"The adapter's weights could not be read ({failed.code}); they are read again in {wait_s:.1f} s."
         raise Overloaded(message, wait_s, OverloadReason.ADAPTER_LOAD)
 
-    def note(self, tenant: str, key: Hashable, error: Exception) -> None:
-        """Book a failure."""
+    def note(self, tenant: str, key: Hashable, error: Exception) -> float:
+        """Book a failure, once for a read that still goes on; the seconds for which the source is left alone."""
         before = self._failed.pop((tenant, key), None)
-        count = 1 if before is None else before.count + 1
-        until = self._clock() + min(FIRST_BACKOFF_S * 2.0 ** min(count - 1, 16), LONGEST_BACKOFF_S)
+        is_same = isinstance(error, StoreUnavailable) and error.goes_on
+        count = 1 if before is None else before.count + (not is_same)
+        wait_s = min(FIRST_BACKOFF_S * 2.0 ** min(count - 1, 16), LONGEST_BACKOFF_S)
         refusal = error if isinstance(error, AdapterRefused) else None
         code = error.code if isinstance(error, LoraplexError) else LoraplexError.code
-        self._failed[tenant, key] = _Failed(count, until, refusal, code)
+        self._failed[tenant, key] = _Failed(count, self._clock() + wait_s, refusal, code)
         if len(self._failed) > MAX_SOURCES:
             self._failed.popitem(last=False)
+        return wait_s
 
     def forget(self, tenant: str, key: Hashable) -> None:
         """The source is good."""
