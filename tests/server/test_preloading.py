@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from loraplex.core import AdapterResidence, ConfigError, InvalidRequest, ModelNotFound
 from loraplex.server import ServerConfig, preloading
+from loraplex.server.adapter_names import NamedLease
 from loraplex.server.popularity import Popularity, read_scores, write_text
 from loraplex.server.preloading import PreloadConfig, Preloader
 from loraplex.testing import FakeEngine
@@ -250,16 +252,38 @@ async def test_preloading_gives_nobody_a_right(make_site: Any) -> None:
             assert_error(response, 404, "model", "model_not_found")
 
 
-async def test_bug_in_the_task_is_logged(make_site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = make_site(pin=("acme/one",))
+async def test_bug_in_the_task_is_logged_and_the_rest_goes_on(make_site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, keep, num_bugs = make_site(pin=("acme/one",)), Preloader._keep, 0
 
     async def broken(self: Preloader, name: str) -> None:
-        raise RuntimeError(name)
+        nonlocal num_bugs
+        num_bugs += 1
+        if num_bugs <= 3:
+            raise RuntimeError(name)
+        await keep(self, name)
 
     monkeypatch.setattr(Preloader, "_keep", broken)
     async with running(site) as preloader:
         await until(lambda: preloader.is_ready)
-    assert [line["error"] for line in site.lines() if line["event"] == "preloading_stopped"] == ["RuntimeError"]
+        await until(lambda: site.engine.pinned == {site.digest("acme", "one")})
+    assert [line["error"] for line in site.lines() if line["event"] == "preloading_bug"] == ["RuntimeError"] * 3
+
+
+async def test_lease_is_given_back_though_unpinning_fails(make_site: Any) -> None:
+    class Stubborn(FakeEngine):
+        def unpin_adapter(self, digest: Any) -> None:
+            raise RuntimeError(digest)
+
+    site = make_site(Stubborn(description=fake_engine().description, only_held=True), pin=("acme/one",))
+    async with running(site) as preloader:
+        await until(lambda: preloader.is_ready)
+        lease = preloader._pins["acme/one"].lease
+        assert lease is not None
+        released: list[str] = []
+        preloader._pins["acme/one"].lease = NamedLease(lease.digest, partial(released.append, "once"))
+        with pytest.raises(RuntimeError):
+            await preloader.unpin("acme/one")
+    assert released == ["once"]
 
 
 async def test_unknown_name_is_not_found_at_run_time(make_site: Any) -> None:

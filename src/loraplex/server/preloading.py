@@ -122,8 +122,8 @@ class Preloader:
 
     async def _run(self) -> None:
         await self._guarded("preload_recent", self._load_scores)
-        for name in self._pins:
-            await self._keep(name)
+        for name in tuple(self._pins):
+            await self._guarded("pin", partial(self._keep, name), name=name)
         recent = [name for name in self._popularity.top(self._config.num_recent) if name not in self._pins]
         for name in dict.fromkeys((*self._config.preload, *recent)):
             await self._guarded("preload", partial(self._preload, name), name=name)
@@ -132,7 +132,7 @@ class Preloader:
         while True:
             await asyncio.sleep(TICK_S)
             for name in tuple(self._pins):
-                await self._keep(name)
+                await self._guarded("pin", partial(self._keep, name), name=name)
             now = time.monotonic()
             if now - refilled >= _REFILL_S:
                 refilled = now
@@ -146,6 +146,8 @@ class Preloader:
             await call()
         except (LoraplexError, OSError) as error:
             self._log.warning("preloading_failed", what=what, error=type(error).__name__, message=str(error), **fields)
+        except Exception as error:  # a bug must neither end the rest nor pass in silence
+            self._log.error("preloading_bug", what=what, error=type(error).__name__, **fields)
 
     # ------------------------------------------------------------------ pins
     @property
@@ -218,10 +220,12 @@ class Preloader:
         if lease is None:
             return
         self._num_pins[lease.digest] -= 1
-        if not self._num_pins[lease.digest]:
-            del self._num_pins[lease.digest]
-            await self._threads.run(self._engine.unpin_adapter, lease.digest)
-        lease.release()
+        try:
+            if not self._num_pins[lease.digest]:
+                del self._num_pins[lease.digest]
+                await self._threads.run(self._engine.unpin_adapter, lease.digest)
+        finally:
+            lease.release()
 
     # ------------------------------------------------------------------ preloads
     async def _preload(self, name: str) -> None:
