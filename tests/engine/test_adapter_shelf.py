@@ -49,6 +49,8 @@ def test_adapter_comes_back_from_its_packed_file_with_the_same_answers(
         assert one.engine.restore_adapter(ref.digest)
         assert one.answer(prompt, GREEDY, ref).tokens == wanted.tokens
     assert files.counts().num_hits == 1
+    stats = restarted.engine.stats()
+    assert (dict(stats.packed_files)["hit"], stats.packed_bytes) == (1, files.counts().num_bytes)
     assert restarted.engine.restore_adapter(ref.digest), "it is here"
     assert files.counts().num_hits == 1
 

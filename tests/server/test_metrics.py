@@ -107,6 +107,12 @@ def by_label(family: Metric, label: str) -> dict[str, float]:
     return {sample.labels[label]: sample.value for sample in family.samples}
 
 
+def test_packed_files_are_told_by_event() -> None:
+    families = rendered(EngineStats(packed_files=(("hit", 3), ("dropped", 1)), packed_bytes=4096))
+    assert by_label(families["loraplex_adapter_packed_files"], "event") == {"hit": 3, "dropped": 1}
+    assert families["loraplex_packed_adapters_bytes"].samples[0].value == 4096
+
+
 def test_adapters_are_told_by_tier_reason_and_state() -> None:
     counters = HostCounters()
     for seconds in (0.5, 1.5):

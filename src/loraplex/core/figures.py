@@ -112,4 +112,6 @@ class EngineStats:
     steps_by_distinct: tuple[tuple[str, int], ...] = ()  # DISTINCT_BUCKETS
     token_s_by_distinct: tuple[tuple[str, Histogram], ...] = ()  # from one token of a sequence to its next
     queue_s: Histogram | None = None  # from a request's arrival to its first step
+    packed_files: tuple[tuple[str, int], ...] = ()  # what became of packed adapters on disk; a fixed set of events
+    packed_bytes: int = 0  # of these on disk
     popular_adapters: tuple[AdapterUse, ...] = ()  # of the pool, at most NUM_POPULAR_ADAPTERS

@@ -10,7 +10,7 @@ from loraplex.core import AdapterDigest, ModelNotFound, Overloaded, OverloadReas
 from loraplex.engine.figures import Counters
 from loraplex.engine.host_arena import HostArena, LeasedPages
 from loraplex.engine.loads import AdapterLoader, LoadEnded
-from loraplex.engine.packed_files import PackedFiles
+from loraplex.engine.packed_files import PackedFileCounts, PackedFiles
 from loraplex.engine.packing import Allocate, PackedAdapter, check_fits
 from loraplex.scheduler import Scheduler, Sequence
 
@@ -99,6 +99,10 @@ class AdapterShelf:
             self._files.store(digest, packed)
         finally:
             self.release(digest)
+
+    def file_counts(self) -> PackedFileCounts:
+        """What became of packed files; zeros where none are kept."""
+        return self._files.counts() if self._files is not None else PackedFileCounts()
 
     def _put(self, digest: AdapterDigest, packed: PackedAdapter) -> None:
         """Keep what was packed, unless another thread was quicker. Under the lock."""

@@ -481,7 +481,7 @@ class Engine:
         """Counters and gauges as of now, made for whoever asks."""
         scheduler = self.scheduler
         names = self._names(tuple(scheduler.running)), self._names(tuple(scheduler.waiting))
-        return snapshot(scheduler, self._counters, *names, self._now)
+        return snapshot(scheduler, self._counters, *names, self._now, self.shelf.file_counts())
 
     def residency(self) -> tuple[AdapterResidence, ...]:
         """Where every adapter is that the engine knows, by digest."""

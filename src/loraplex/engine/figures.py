@@ -10,12 +10,22 @@ from typing import Any
 
 from loraplex.core import AdapterDigest, AdapterResidence, AdapterUse, EngineStats
 from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HistogramCounter, distinct_bucket
+from loraplex.engine.packed_files import PackedFileCounts
 from loraplex.engine.packing import PackedAdapter
 from loraplex.pool import AdapterState, EvictionReason, Placement
 from loraplex.scheduler import Scheduler, Sequence, StepPlan, WaitReason
 
 TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 QUEUE_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+_PACKED_EVENTS = (
+    ("hit", "num_hits"),
+    ("miss", "num_misses"),
+    ("stored", "num_stored"),
+    ("dropped", "num_dropped"),
+    ("evicted", "num_evicted"),
+    ("write_failed", "num_failures"),
+)
 
 
 def _token_histograms() -> tuple[HistogramCounter, ...]:
@@ -62,7 +72,12 @@ class Counters:
 
 
 def snapshot(
-    scheduler: Scheduler, counters: Counters, running: tuple[str, ...], waiting: tuple[str, ...], now: float
+    scheduler: Scheduler,
+    counters: Counters,
+    running: tuple[str, ...],
+    waiting: tuple[str, ...],
+    now: float,
+    packed: PackedFileCounts,
 ) -> EngineStats:
     """Figures as of now. `running` and `waiting` are adapters' names."""
     reasons = scheduler.waiting.num_by_reason()
@@ -86,6 +101,8 @@ def snapshot(
         num_prefix_tokens=scheduler.starts.num_prompt_tokens,
         num_cached_tokens=scheduler.starts.num_cached_tokens,
         queue_age_s=max(0.0, now - oldest.arrival_s) if oldest is not None else 0.0,
+        packed_files=tuple((event, getattr(packed, name)) for event, name in _PACKED_EVENTS),
+        packed_bytes=packed.num_bytes,
         **_counted(counters, is_running=bool(scheduler.running)),
     )
 

@@ -54,6 +54,7 @@ def _gauges(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
         ("adapters_distinct_last_step", "Distinct adapters in the last step.", stats.num_distinct_adapters),
         ("adapters_ranks_last_step", "Sum of their ranks.", stats.sum_ranks),
         ("adapters_max_per_step", "Most distinct adapters a step may have.", stats.max_loras),
+        ("packed_adapters_bytes", "Bytes of packed adapters on disk.", stats.packed_bytes),
         ("adapter_reload_pages", "Pages more that would have spared nine in ten reloads.", stats.reload_pages),
     ):
         yield GaugeMetricFamily(f"loraplex_{name}", text, value=value)
@@ -84,6 +85,12 @@ def _adapter_counters(stats: EngineStats, host: HostFigures) -> Iterator[Metric]
         ("load_seconds", "Seconds that loads took.", "tier", _tiers(host.load_s, stats.adapter_load_s)),
         ("load_failures", "Loads that failed.", "tier", _tiers(host.num_failures, stats.num_load_failures)),
         ("evictions", "Adapters evicted from the pool.", "reason", stats.evictions_by_reason),
+        (
+            "packed_files",
+            "What became of packed adapters on disk.",
+            "event",
+            stats.packed_files,
+        ),
         (
             "starts",
             "Sequences that found their adapter in the pool, or did not.",
