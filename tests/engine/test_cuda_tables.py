@@ -17,7 +17,7 @@ PAGE_TOKENS = 4
 
 
 def make_tables() -> StepTables:
-    return StepTables(max_rows=32, max_seqs=6, num_pages=20, page_tokens=PAGE_TOKENS, device=torch.device("cpu"))
+    return StepTables(max_rows=32, max_seqs=6, num_listed=40, page_tokens=PAGE_TOKENS, device=torch.device("cpu"))
 
 
 def chunk(seq: int, start: int, count: int, samples: bool, *pages: int) -> ScheduledChunk:
@@ -73,6 +73,18 @@ def test_pages_are_those_that_hold_tokens() -> None:
     kv = tables.kv_pages(3)
     assert (kv.starts.tolist(), kv.last_len.tolist()) == ([0, 2, 5, 6], [3, 1, 3])
     assert kv.pages.tolist() == [7, 3, 1, 2, 9, 5]
+
+
+def test_sequences_may_list_a_page_each() -> None:
+    """Six sequences on one prefix list more pages than a pool of 20 has."""
+    tables = make_tables()
+    chunks = tuple(chunk(seq, 20, 1, True, 0, 1, 2, 3, 4, 5 + seq) for seq in range(6))
+    sequences = {SequenceId(seq): sequence(seq, [*range(21)]) for seq in range(6)}
+    tables.fill(StepPlan(chunks, (), (), 0), sequences, {}, 6 - len(chunks))
+    tables.send(6)
+    kv = tables.kv_pages(6)
+    assert kv.starts.tolist() == [0, 6, 12, 18, 24, 30, 36]
+    assert kv.pages[30:36].tolist() == [0, 1, 2, 3, 4, 10]
 
 
 def test_padding_belongs_to_no_sequence() -> None:

@@ -1,5 +1,6 @@
 """Budgets, order, admission, preemption and endings of single steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -619,3 +620,14 @@ def test_check_invariants_finds(harm: str) -> None:
 def test_fake_sampler_tells_adapters_apart() -> None:
     tokens = [[next_token(range(i), adapter) for i in range(20)] for adapter in (None, A, B)]
     assert tokens[0] != tokens[1] != tokens[2] != tokens[0]
+
+
+def test_deadlines_of_sequences_that_ended_are_forgotten() -> None:
+    scheduler = make_scheduler()
+    for number in range(1000):
+        request = replace(make_request(name=f"r{number}"), deadline_s=1e5)
+        (seq,) = scheduler.add(request, 0, EOS, 0.0)
+        scheduler.finish(seq.seq_id, FinishReason.ABORT)
+    (last,) = scheduler.add(replace(make_request(name="last"), deadline_s=2.0), 0, EOS, 0.0)
+    assert len(scheduler._deadlines) < 100
+    assert scheduler.overdue(2.0) == (last,)

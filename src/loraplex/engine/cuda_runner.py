@@ -12,7 +12,7 @@ launch.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -67,13 +67,9 @@ class _InFlight:
         return [Sampled(max(values[i], 0), is_finite=values[i] >= 0) for i in self.places]
 
 
-def _prompt_tokens(plan: StepPlan) -> int:
-    """Tokens that rows attend to, each row counted, where a sequence has several."""
-    return sum(
-        chunk.num_tokens * chunk.start + chunk.num_tokens * (chunk.num_tokens + 1) // 2
-        for chunk in plan.chunks
-        if chunk.num_tokens > 1
-    )
+def _attended(chunks: Iterable[ScheduledChunk]) -> int:
+    """Tokens that the rows of chunks attend to, each row counted."""
+    return sum(chunk.num_tokens * chunk.start + chunk.num_tokens * (chunk.num_tokens + 1) // 2 for chunk in chunks)
 
 
 class CudaRunner:
@@ -82,7 +78,7 @@ class CudaRunner:
     overlaps = True
     copies_aside = True
 
-    def __init__(self, decoder: Decoder, buffer: PageBuffer, max_seqs: int) -> None:
+    def __init__(self, decoder: Decoder, buffer: PageBuffer, max_seqs: int, max_model_len: int) -> None:
         assert isinstance(decoder.ops, CudaOps)
         self._decoder = decoder
         self._buffer = buffer
@@ -90,12 +86,15 @@ class CudaRunner:
         self._buckets = GraphBuckets(max_seqs, decoder.max_rows)
         max_rows = self._buckets.max_rows
         device, geometry = decoder.device, buffer.geometry
+        # That rows of a graph's step attend to, each row counted: what the pool holds, and prefixes that are shared.
+        self._max_tokens = geometry.num_pages * geometry.page_tokens + max(_PROMPT_TOKENS)
         self._stream = torch.cuda.Stream(device, priority=-5)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             decoder.ops.reserve(max_rows, decoder.dtype)
-            self._tables = StepTables(decoder.max_rows, max_rows, geometry.num_pages, geometry.page_tokens, device)
+            num_listed = max_seqs * geometry.pages_for_tokens(max_model_len)
+            self._tables = StepTables(decoder.max_rows, max_rows, num_listed, geometry.page_tokens, device)
             shapes = [layer.attention for layer in decoder.layers]
             self._prompt_attention = PagedAttention(shapes, decoder.dtype, geometry.page_tokens, device)
             self._decode_attention = DecodeAttention(
@@ -103,7 +102,7 @@ class CudaRunner:
                 self._tables.device("kv_pages"),
                 geometry.page_tokens,
                 max_rows,
-                geometry.num_pages * geometry.page_tokens + max(_PROMPT_TOKENS),
+                self._max_tokens,
             )
             self._tokens = torch.zeros(decoder.max_rows, dtype=torch.int64, device=device)
             self._logits = torch.zeros(max_seqs, decoder.config.vocab_size, dtype=torch.float32, device=device)
@@ -247,14 +246,17 @@ class CudaRunner:
 
     def _uses(self, pages: Sequence[PageId]) -> bool:
         """Whether a step that may still run uses any of the pages."""
-        while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
-            self._in_flight.popleft()
+        self._forget_ended()
         wanted = frozenset(pages)
         return any(
             not wanted.isdisjoint(used)
             for _, plan in self._in_flight
             for used in (*(chunk.pages for chunk in plan.chunks), *(held for _, held in plan.adapters))
         )
+
+    def _forget_ended(self) -> None:
+        while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
+            self._in_flight.popleft()
 
     def _measure_link(self) -> float:
         """Seconds that a byte takes from pinned memory to the pool, whose pages nobody holds yet."""
@@ -276,6 +278,7 @@ class CudaRunner:
             self._sent.synchronize()  # the pinned tables are the last step's until they are on the device
             places = self._start(step)
             started = self._draw(step, places)
+        self._forget_ended()
         if isinstance(started, _InFlight):
             self._in_flight.append((started.event, step.plan))
         return started
@@ -285,8 +288,7 @@ class CudaRunner:
         plan = step.plan
         num_rows = plan.num_tokens
         lora = self._builder.lora(plan, step.packed) if plan.adapters else None
-        most = _PROMPT_TOKENS[lora is not None]
-        if self._graphs and num_rows <= self._buckets.max_rows and _prompt_tokens(plan) <= most:
+        if self._graphs and self._has_graph(plan):
             counts = count_blocks(lora, DECODE_ROWS) if lora is not None else None
             fits = counts is not None and counts.places <= MAX_ITEMS
             longest = self._decode_lora.send(lora, plan.adapters, num_rows) if lora is not None and fits else 0
@@ -296,6 +298,15 @@ class CudaRunner:
                 return self._draws_at(plan, key)
         self._run_eagerly(step, lora)
         return list(range(len(step.draws)))
+
+    def _has_graph(self, plan: StepPlan) -> bool:
+        """Whether there are graphs of so many rows, and room and time for each of them to be on its own."""
+        prompts = _attended(chunk for chunk in plan.chunks if chunk.num_tokens > 1)
+        return (
+            plan.num_tokens <= self._buckets.max_rows
+            and prompts <= _PROMPT_TOKENS[bool(plan.adapters)]
+            and _attended(plan.chunks) <= self._max_tokens
+        )
 
     def _draws_at(self, plan: StepPlan, key: GraphKey) -> list[int]:
         """Where a graph puts the logits of each chunk that samples: at its last row, or one after the other."""

@@ -18,12 +18,13 @@ _ROWS = ("tokens", "source", "row_pos", "row_page", "row_offset")
 class StepTables:
     """Tables of the rows and sequences of a step, on both sides. Rows are those of the plan, in its order.
 
-    `max_seqs` counts padded rows too.
+    `max_seqs` counts padded rows too; `num_listed`: most pages of all sequences together, where a page that several share
+    counts for each.
     """
 
-    def __init__(self, max_rows: int, max_seqs: int, num_pages: int, page_tokens: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_seqs: int, num_listed: int, page_tokens: int, device: torch.device) -> None:
         self._page_tokens = page_tokens
-        sizes = {**dict.fromkeys(_ROWS, max_rows), "logit_rows": max_seqs, "kv_pages": num_pages + max_seqs}
+        sizes = {**dict.fromkeys(_ROWS, max_rows), "logit_rows": max_seqs, "kv_pages": num_listed + max_seqs}
         total = sum(sizes.values())
         pinned = device.type == "cuda"
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=pinned)

@@ -47,6 +47,8 @@ from loraplex.scheduler.preloads import Preloads
 from loraplex.scheduler.queue import WaitingQueue
 from loraplex.scheduler.sequence import UNKNOWN_TOKEN, Sequence, SequenceStatus, finish_reason, new_sequence
 
+_SPARE_DEADLINES = 64
+
 
 class Scheduler:
     """Queues and budgets of one engine. Knows no clock, no tensors and no threads."""
@@ -145,6 +147,9 @@ class Scheduler:
         self.shares.arrive(seq.tenant)
         if seq.deadline_at_s is not None:
             heapq.heappush(self._deadlines, (seq.deadline_at_s, seq.seq_id))
+            if len(self._deadlines) > 2 * len(self.sequences) + _SPARE_DEADLINES:  # most are of sequences that ended
+                self._deadlines = [one for one in self._deadlines if one[1] in self.sequences]
+                heapq.heapify(self._deadlines)
         self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:
