@@ -260,6 +260,9 @@ def test_a_server_without_a_registry_says_so(tiny_base: MakeBase, tiny_adapter: 
     base = tiny_base("llama")
     with serving(base, "--lora-modules", f"one={tiny_adapter(base)}") as (url, said):
         assert "with 1 adapters, no registry" in said[-1]
+        costs = [json.loads(line)["message"] for line in said if '"event": "cost_model"' in line]
+        assert len(costs) == 1
+        assert costs[0].startswith("A step takes max(")
         assert call(f"{url}/v1/models/one", None)[0] == 200
 
 

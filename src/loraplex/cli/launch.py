@@ -144,6 +144,7 @@ def _launch(
     with progress_bar(console, "Capturing CUDA graphs") as progress:
         packed = None if open_packed is None else open_packed(base)
         engine = Engine(base, progress=progress, max_host_bytes=server_config.host_adapter_bytes, packed_files=packed)
+    engine.calibrate()
     models = ServedModels(engine, AdapterLimits(max_rank=engine_config.max_lora_rank))
     with progress_bar(console, "Loading adapters") as progress:
         for done, module in enumerate(modules, start=1):
@@ -200,6 +201,16 @@ def base_warning(entry: "CatalogEntry", served_name: str, base_dir: Path) -> str
     return (
         f"warning: adapter {entry.ref.name} says it was trained on {declared!r:.200}, and {served_name!r:.200} is "
         "served: base unverified."
+    )
+
+
+def cost_line(launched: Launched) -> str:
+    """One line that says what a step takes here, as measured at start."""
+    costs, target_ms = launched.engine.engine.scheduler.costs.model, launched.base.config.tpot_target_ms
+    target = "" if target_ms is None else f"; --tpot-target-ms {target_ms:g} bounds ranks by this"
+    return (
+        f"A step takes max({costs.fixed_ms:.3g}, {costs.token_ms:.3g} * tokens) + {costs.kv_token_ms:.3g} * KV tokens "
+        f"+ {costs.rank_ms:.3g} * ranks ms, measured now and corrected by every step{target}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loraplex.cli.launch import Launched, launch, ready_line
+from loraplex.cli.launch import Launched, cost_line, launch, ready_line
 from loraplex.cli.listen import run_bound
 from loraplex.cli.say import LogConsole, say
 from loraplex.cli.serve_settings import (
@@ -165,6 +165,7 @@ def run(launched: Launched, sockets: list[socket], host: str, port: int, console
 
     if launched.base.note:
         say(console, f"note: {launched.base.note}", style="yellow")
+    say(console, cost_line(launched), event="cost_model")
     server = build_server(launched.app, RunConfig(host=host, port=port), on_ready)
     launched.engine.on_failure = lambda: setattr(server, "should_exit", True)
     gc.collect()

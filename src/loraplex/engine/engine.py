@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from loraplex.core import (
 )
 from loraplex.engine.adapter_shelf import AdapterShelf, load_failed
 from loraplex.engine.batch import PageBuffer
+from loraplex.engine.calibration import calibrate
 from loraplex.engine.figures import Counters, residences, snapshot
 from loraplex.engine.host_arena import HostArena
 from loraplex.engine.loading import LoadedBase, Progress
@@ -132,6 +133,13 @@ class Engine:
         self._now = 0.0  # of the last step
         self.verifier = Verifier(self, base)
         self.on_layer: Callable[[], None] = lambda: None  # called before every layer of a step
+
+    def calibrate(self) -> None:
+        """Measure what steps and loads cost on this device. Before the first step."""
+        on_gpu, config = self._decoder.device.type == "cuda", self.scheduler.config
+        self.scheduler.costs = calibrate(self._runner, self._buffer, config, self.base.sites, on_gpu=on_gpu)
+        page_s = self._runner.copy_s(self._geometry.page_bytes) or config.reload.page_s
+        self.scheduler.residency.cost = replace(config.reload, page_s=page_s)
 
     # ------------------------------------------------------------------ adapters
     def add_adapter(self, adapter: Adapter) -> None:

@@ -113,6 +113,8 @@ class LLM:
         read = read_settings(str(model), settings)
         loaded = load_base(Path(model), read.config, name=served_model_name, progress=progress)
         self.engine = Engine(loaded, on_logits)
+        if read.config.tpot_target_ms is not None:
+            self.engine.calibrate()
         self.models = ServedModels(self.engine, AdapterLimits(max_rank=read.config.max_lora_rank))
         self._enable_lora = read.enable_lora
         self._seeds = None if read.seed is None else random.Random(read.seed)

@@ -78,13 +78,13 @@ class AdapterResidency:
     """
 
     __slots__ = (
-        "_cost",
         "_failed",
         "_idle",
         "_pinned",
         "_placed",
         "_pool",
         "_reason",
+        "cost",
         "evictions",
         "num_loading_pages",
         "num_pages",
@@ -96,7 +96,7 @@ class AdapterResidency:
     def __init__(self, pool: PagePool, idle: IdlePages | None = None, cost: ReloadCost | None = None) -> None:
         self._pool = pool
         self._idle = IdlePages() if idle is None else idle
-        self._cost = cost or ReloadCost()
+        self.cost = cost or ReloadCost()  # what newly idle adapters are valued by
         self._placed: dict[AdapterDigest, _Placed] = {}
         self._failed: dict[AdapterDigest, float] = {}  # until when no load is tried
         self._pinned: dict[AdapterDigest, int] = {}  # and their pages, in the pool or not yet
@@ -288,7 +288,7 @@ class AdapterResidency:
         if digest in self._pinned:
             return
         num_pages = placed.lease.num_pages
-        worth = max(placed.popularity, 1.0) * (self._cost.fixed_s / max(num_pages, 1) + self._cost.page_s)
+        worth = max(placed.popularity, 1.0) * (self.cost.fixed_s / max(num_pages, 1) + self.cost.page_s)
         self._idle.add(digest, num_pages, worth, lambda: self.evict(digest))
 
     def evict(self, digest: AdapterDigest) -> None:

@@ -62,10 +62,12 @@ class Calibrator:
     the steps say nothing about keeps its start value; none is negative.
     """
 
-    __slots__ = ("_error_ms", "_gram", "_moment", "_scale", "_start", "model", "num_samples")
+    __slots__ = ("_error_ms", "_gram", "_is_measured", "_moment", "_scale", "_start", "model", "num_samples")
 
-    def __init__(self, start: CostModel = H200_8B) -> None:
+    def __init__(self, start: CostModel = H200_8B, *, is_measured: bool = False) -> None:
+        """`is_measured`: the start values are of this device and model, so they may be relied on at once."""
         self.model = start
+        self._is_measured = is_measured
         self.num_samples = 0
         self._start = _vector(start)
         self._scale = [1.0 / max(value, 1e-9) for value in self._start]  # of features, so that the prior weighs alike
@@ -75,8 +77,8 @@ class Calibrator:
 
     @property
     def is_ready(self) -> bool:
-        """Whether enough steps were seen."""
-        return self.num_samples >= MIN_SAMPLES
+        """Whether the model is of this device: measured, or enough steps were seen."""
+        return self._is_measured or self.num_samples >= MIN_SAMPLES
 
     def add(self, shape: StepShape, step_ms: float) -> None:
         """Take a measured step into account."""
@@ -84,7 +86,7 @@ class Calibrator:
             return
         expected = self.model.step_ms(shape)
         off = step_ms - expected
-        if self.is_ready:
+        if self.num_samples >= MIN_SAMPLES:
             limit = CLIP * max(self._error_ms, 0.01 * expected)
             off = min(max(off, -limit), limit)
         self._error_ms += (0.05 if self.num_samples else 1.0) * (abs(off) - self._error_ms)

@@ -1,0 +1,51 @@
+"""What steps cost, measured before anything is served."""
+
+import time
+
+import pytest
+import torch
+
+from loraplex.engine import Engine, EngineConfig, load_base
+from loraplex.engine.calibration import BUDGET_S, Timed, fit
+from loraplex.scheduler import CostModel, StepShape
+
+from ..conftest import MakeBase
+
+CPU = CostModel(fixed_ms=41.0, token_ms=2.4, kv_token_ms=4e-3, rank_ms=0.05)
+SHAPES = (
+    StepShape(1, 1, 0.0),
+    StepShape(8, 8, 0.0),
+    StepShape(8, 8 * 512, 0.0),
+    StepShape(8, 8, 128.0),
+    StepShape(64, 64, 0.0),
+)
+
+
+@pytest.mark.parametrize("rounds", [1, 8])
+def test_timed_steps_give_the_coefficients(rounds: int) -> None:
+    costs = fit(*(Timed(shape, (CPU.step_ms(shape),) * rounds) for shape in SHAPES))
+    assert costs.is_ready
+    for name in ("fixed_ms", "token_ms", "kv_token_ms", "rank_ms"):
+        assert getattr(costs.model, name) == pytest.approx(getattr(CPU, name), rel=0.02), name
+
+
+def test_what_noise_hides_is_small_and_not_nothing() -> None:
+    times = (10.0, 10.0, 9.0, 9.0, 40.0)
+    costs = fit(*(Timed(shape, (ms,)) for shape, ms in zip(SHAPES, times, strict=True)))
+    assert 0.0 < costs.model.kv_token_ms * 8 * 512 <= 0.11
+    assert 0.0 < costs.model.rank_ms * 128 <= 0.11
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_pages": 3}, {"max_num_seqs": 1, "max_loras": 1}], ids=str)
+def test_an_engine_measures_itself_and_leaves_nothing_behind(tiny_base: MakeBase, settings: dict[str, int]) -> None:
+    engine = Engine(load_base(tiny_base("llama"), EngineConfig(num_threads=1, **settings)))
+    began_s = time.monotonic()
+    engine.calibrate()
+    assert time.monotonic() - began_s < BUDGET_S + 2.0
+    model = engine.scheduler.costs.model
+    assert engine.scheduler.costs.is_ready
+    assert min(model.fixed_ms, model.token_ms, model.kv_token_ms, model.rank_ms) >= 0.0
+    assert 0.0 < model.fixed_ms < 1000.0
+    assert not torch.any(engine._buffer.flat)
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
+    assert not engine.has_work
