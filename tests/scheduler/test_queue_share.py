@@ -1,12 +1,13 @@
 """A tenant may hold as much of the queue as it leaves free."""
 
 from collections import Counter
-from typing import Any, cast
+from collections.abc import Iterable
 
 import pytest
 
 from loraplex.core import CallerLimitReached, Request, RequestId, SamplingParams, SequenceId
 from loraplex.scheduler import QueueShare, Sequence
+from loraplex.scheduler.queue import WaitingQueue
 from loraplex.scheduler.sequence import new_sequence
 
 
@@ -15,9 +16,16 @@ def request(tenant: str | None, prompt_len: int = 1, n: int = 1) -> Request:
     return Request(RequestId("r"), (1,) * prompt_len, params, None, tenant=tenant)
 
 
+def queue_of(sequences: Iterable[Sequence]) -> WaitingQueue:
+    queue = WaitingQueue(lambda digest: False)
+    for seq in sequences:
+        queue.add(seq)
+    return queue
+
+
 def fill(share: QueueShare, tenants: tuple[str | None, ...], prompt_len: int = 1) -> Counter[str | None]:
     """What each tenant holds once all ask in turn and nobody gets any more."""
-    queue: list[Sequence] = []
+    queue = queue_of(())
     refused: set[str | None] = set()
     while len(refused) < len(tenants) and len(queue) < share.max_waiting:
         for tenant in tenants:
@@ -27,7 +35,7 @@ def fill(share: QueueShare, tenants: tuple[str | None, ...], prompt_len: int = 1
             except CallerLimitReached:
                 refused.add(tenant)
             else:
-                queue.append(new_sequence(SequenceId(len(queue)), asked, 100, frozenset(), 0.0))
+                queue.add(new_sequence(SequenceId(len(queue)), asked, 100, frozenset(), 0.0))
     return Counter(seq.tenant for seq in queue)
 
 
@@ -51,13 +59,13 @@ def test_requests_of_no_tenant_may_fill_it() -> None:
 
 def test_a_tenant_of_whom_nothing_waits_has_a_place_for_any_request() -> None:
     share = QueueShare(8, 100)
-    crowd = [new_sequence(SequenceId(i), request("a", 40), 100, frozenset(), 0.0) for i in range(2)]
-    share.check([], request("a", 100, n=8), 1.0)
+    crowd = queue_of(new_sequence(SequenceId(i), request("a", 40), 100, frozenset(), 0.0) for i in range(2))
+    share.check(queue_of(()), request("a", 100, n=8), 1.0)
     share.check(crowd, request("b", 20), 1.0)
 
 
 def test_the_error_says_who_holds_what_and_of_what() -> None:
-    queue = [new_sequence(SequenceId(i), request("a", 30), 100, frozenset(), 0.0) for i in range(4)]
+    queue = queue_of(new_sequence(SequenceId(i), request("a", 30), 100, frozenset(), 0.0) for i in range(4))
     with pytest.raises(CallerLimitReached) as caught:
         QueueShare(9).check(queue, request("a", n=2), 7.5)
     assert caught.value.message == (
@@ -69,16 +77,11 @@ def test_the_error_says_who_holds_what_and_of_what() -> None:
         QueueShare(100, 200).check(queue, request("a", 20), 1.0)
 
 
-def test_the_queue_may_change_while_it_is_looked_at() -> None:
-    """It belongs to the engine's thread, and requests are checked on the server's: one look, then no other."""
-
-    class Shrinking(list[Sequence]):
-        def __iter__(self) -> Any:
-            found = list(super().__iter__())
-            self.clear()
-            return iter(found)
-
-    queue = Shrinking(new_sequence(SequenceId(i), request("a"), 100, frozenset(), 0.0) for i in range(50))
-    with pytest.raises(CallerLimitReached):
-        QueueShare(100).check(cast("list[Sequence]", queue), request("a"), 1.0)
-    assert not queue
+def test_what_a_tenant_holds_follows_the_queue() -> None:
+    crowd = [new_sequence(SequenceId(i), request("ab"[i % 2], 10 + i), 100, frozenset(), 0.0) for i in range(4)]
+    queue = queue_of(crowd)
+    assert (queue.held_by("a"), queue.held_by("b")) == ((2, 22), (2, 24))
+    for seq in crowd[:3]:
+        queue.remove(seq)
+        queue.check_invariants()
+    assert (queue.held_by("a"), queue.held_by("b"), queue.held_by("c")) == ((0, 0), (1, 13), (0, 0))

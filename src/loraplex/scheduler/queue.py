@@ -27,6 +27,7 @@ class WaitingQueue(AbstractSequence[Sequence]):
         "_noted",
         "_ordered",
         "_reasons",
+        "_tenants",
         "groups",
         "num_prompt_tokens",
         "unplaced",
@@ -43,6 +44,7 @@ class WaitingQueue(AbstractSequence[Sequence]):
         self._reasons: Counter[WaitReason] = Counter()  # of those
         self.unplaced: set[AdapterDigest] = set()  # waited for, and neither in the pool nor on the way
         self.num_prompt_tokens = 0
+        self._tenants: dict[str | None, tuple[int, int]] = {}  # sequences and prompt tokens of each; none is 0
 
     # ------------------------------------------------------------------ a sequence of sequences
     def __len__(self) -> int:
@@ -65,7 +67,7 @@ class WaitingQueue(AbstractSequence[Sequence]):
         """A sequence waits, at the place of its age."""
         insort(self._ordered, seq, key=age)
         insort(self.groups.setdefault(_group(seq), []), seq, key=age)
-        self.num_prompt_tokens += seq.prompt_len
+        self._count(seq, 1)
         self._fresh[seq.seq_id] = seq
         if seq.adapter is not None:
             self._by_adapter.setdefault(seq.adapter, {})[seq.seq_id] = seq
@@ -79,7 +81,7 @@ class WaitingQueue(AbstractSequence[Sequence]):
         _remove(group, seq)
         if not group:
             del self.groups[_group(seq)]
-        self.num_prompt_tokens -= seq.prompt_len
+        self._count(seq, -1)
         self._fresh.pop(seq.seq_id, None)
         self._clear_note(seq)
         if seq.adapter is None:
@@ -89,6 +91,18 @@ class WaitingQueue(AbstractSequence[Sequence]):
         if not same:
             del self._by_adapter[seq.adapter]
             self.unplaced.discard(seq.adapter)
+
+    def _count(self, seq: Sequence, sign: int) -> None:
+        num, num_tokens = self._tenants.get(seq.tenant, (0, 0))
+        self.num_prompt_tokens += sign * seq.prompt_len
+        if num + sign:
+            self._tenants[seq.tenant] = (num + sign, num_tokens + sign * seq.prompt_len)
+        else:
+            del self._tenants[seq.tenant]
+
+    def held_by(self, tenant: str | None) -> tuple[int, int]:
+        """Sequences and prompt tokens of a tenant that wait. From any thread."""
+        return self._tenants.get(tenant, (0, 0))
 
     def of_adapter(self, digest: AdapterDigest) -> tuple[Sequence, ...]:
         """Those that wait with an adapter, oldest first."""
@@ -149,6 +163,11 @@ class WaitingQueue(AbstractSequence[Sequence]):
         seqs = self._ordered
         assert seqs == sorted(seqs, key=age)
         assert self.num_prompt_tokens == sum(seq.prompt_len for seq in seqs)
+        tenants = {seq.tenant for seq in seqs}
+        assert self._tenants.keys() == tenants
+        for tenant in tenants:
+            own = [seq.prompt_len for seq in seqs if seq.tenant == tenant]
+            assert self.held_by(tenant) == (len(own), sum(own))
         groups: dict[Group, list[Sequence]] = {}
         for seq in seqs:
             groups.setdefault(_group(seq), []).append(seq)

@@ -4,11 +4,10 @@ Dynamic thresholds (Choudhury and Hahne, 1998), as switches share memory among t
 of the queue, two together two thirds, and whoever comes finds a place.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex.core import CallerLimitReached, Request
-from loraplex.scheduler.sequence import Sequence as SequenceState
+from loraplex.scheduler.queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,26 +17,25 @@ class QueueShare:
     max_waiting: int
     max_waiting_tokens: int | None = None
 
-    def check(self, waiting: Sequence[SequenceState], request: Request, retry_after_s: float) -> None:
+    def check(self, waiting: WaitingQueue, request: Request, retry_after_s: float) -> None:
         """Raise CallerLimitReached if a request would give its tenant more of the queue than is left then.
 
         A tenant of whom nothing waits may queue any request, and so may a request of no tenant. From any thread.
         """
         if not request.tenant:
             return
-        snapshot = tuple(waiting)
-        mine = [seq.prompt_len for seq in snapshot if seq.tenant == request.tenant]
-        if not mine:
+        held, held_tokens = waiting.held_by(request.tenant)
+        if not held:
             return
         num_new = request.params.n
-        if len(mine) + num_new > self.max_waiting - len(snapshot) - num_new:
-            self._refuse(request, len(mine), num_new, "sequences", f"--max-waiting {self.max_waiting}", retry_after_s)
+        if held + num_new > self.max_waiting - len(waiting) - num_new:
+            self._refuse(request, held, num_new, "sequences", f"--max-waiting {self.max_waiting}", retry_after_s)
         if self.max_waiting_tokens is None:
             return
-        num_tokens, total = num_new * len(request.prompt_token_ids), sum(seq.prompt_len for seq in snapshot)
-        if sum(mine) + num_tokens > self.max_waiting_tokens - total - num_tokens:
+        num_tokens = num_new * len(request.prompt_token_ids)
+        if held_tokens + num_tokens > self.max_waiting_tokens - waiting.num_prompt_tokens - num_tokens:
             limit = f"--max-waiting-tokens {self.max_waiting_tokens}"
-            self._refuse(request, sum(mine), num_tokens, "prompt tokens", limit, retry_after_s)
+            self._refuse(request, held_tokens, num_tokens, "prompt tokens", limit, retry_after_s)
 
     def _refuse(
         self, request: Request, num_held: int, num_new: int, unit: str, limit: str, retry_after_s: float
