@@ -19,6 +19,8 @@ from loraplex.planner.report import jain, quantile, served_between
 from loraplex.planner.workload import SimAdapter, adapter_digest
 from loraplex.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
 
+from ..idle import num_idle_pages
+
 OURS = Policy("ours")
 # Pages of 64 tokens: fewer to look at after every step. The pool holds about one adapter in a hundred.
 SMALL = SimDevice(num_pages=1400, page_bytes=2**23, page_tokens=64)
@@ -40,7 +42,7 @@ def check_end(run: Simulation) -> None:
     for outcome in run.outcomes:
         assert outcome.has_failed != (outcome.num_tokens == outcome.request.output_len)
         assert outcome.num_cached_tokens < outcome.request.prompt_len
-    idle = scheduler.residency.num_idle_pages + scheduler.cache.num_pages
+    idle = num_idle_pages(scheduler.residency) + scheduler.cache.num_pages
     assert scheduler.pool.num_free + idle == scheduler.pool.num_pages
 
 

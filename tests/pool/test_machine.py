@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from loraplex.core import AdapterDigest, InvalidRequest
 from loraplex.pool import AdapterResidency, Lease, PagePool
 
+from ..idle import num_idle_pages
+
 ADAPTER_PAGES = {AdapterDigest(name * 64): pages for name, pages in zip("abcdef", (0, 1, 2, 2, 3, 5), strict=True)}
 
 
@@ -180,7 +182,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.residency.resident) == set(self.users)
         assert all(self.residency.num_users(digest) == self.users.get(digest, 0) for digest in ADAPTER_PAGES)
         assert self.residency.num_pages == sum(ADAPTER_PAGES[digest] for digest in self.users)
-        assert self.residency.num_idle_pages == sum(ADAPTER_PAGES[digest] for digest in self.idle)
+        assert num_idle_pages(self.residency) == sum(ADAPTER_PAGES[digest] for digest in self.idle)
         assert self.residency.num_evictions == self.num_evictions
         assert set(self.residency.pinned) == self.kept
         assert self.residency.num_pinned_pages == sum(ADAPTER_PAGES[digest] for digest in self.kept)

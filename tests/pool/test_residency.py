@@ -5,6 +5,8 @@ import pytest
 from loraplex.core import AdapterDigest, InvalidRequest
 from loraplex.pool import AdapterResidency, AdapterState, PagePool
 
+from ..idle import num_idle_pages
+
 A, B, C = (AdapterDigest(name * 64) for name in "abc")
 
 
@@ -37,9 +39,9 @@ def test_adapter_is_idle_only_after_its_last_release() -> None:
     residency.acquire(A, 2)
     residency.acquire(A, 2)
     residency.release(A)
-    assert residency.num_idle_pages == 0
+    assert num_idle_pages(residency) == 0
     residency.release(A)
-    assert residency.num_idle_pages == 2
+    assert num_idle_pages(residency) == 2
     residency.check_invariants()
 
 
@@ -50,7 +52,7 @@ def test_idle_adapter_stays_and_is_warm_again() -> None:
     again = residency.acquire(A, 2)
     assert again is not None
     assert (again.is_cold, again.pages) == (False, pages)
-    assert residency.num_idle_pages == 0
+    assert num_idle_pages(residency) == 0
     residency.check_invariants()
 
 
@@ -206,11 +208,11 @@ def test_pin_of_an_idle_and_of_a_used_adapter() -> None:
     residency.release(A)
     for digest in (A, B, A):
         residency.pin(digest, 2)
-    assert (residency.num_pinned_pages, residency.num_idle_pages, residency.pinned) == (4, 0, (A, B))
+    assert (residency.num_pinned_pages, num_idle_pages(residency), residency.pinned) == (4, 0, (A, B))
     residency.unpin(B)
-    assert residency.num_idle_pages == 0, "it is in use"
+    assert num_idle_pages(residency) == 0, "it is in use"
     residency.release(B)
-    assert residency.num_idle_pages == 2
+    assert num_idle_pages(residency) == 2
     residency.check_invariants()
 
 
@@ -232,5 +234,5 @@ def test_pin_of_an_adapter_that_is_loading_holds_when_it_is_ready_and_when_it_fa
     assert residency.begin_load(A, 2, (), 1.0)
     residency.ready(A)
     assert residency.is_unused(A)
-    assert residency.num_idle_pages == 0
+    assert num_idle_pages(residency) == 0
     residency.check_invariants()

@@ -8,6 +8,7 @@ from loraplex.core import FinishReason
 from loraplex.pool import AdapterState
 from loraplex.scheduler import WaitReason
 
+from ..idle import num_idle_pages
 from .world import World, digest_of, make_request, make_world, random_request
 
 A, B, C = digest_of(0), digest_of(1), digest_of(2)
@@ -176,7 +177,7 @@ def test_walk_ends_everything_and_leaks_nothing(seed: int, depth: int) -> None:
     assert world.num_failures > 0
     assert scheduler.residency.num_evictions > 0
     assert scheduler.starts.num_cached_tokens > 0
-    idle = scheduler.residency.num_idle_pages + scheduler.cache.num_pages
+    idle = num_idle_pages(scheduler.residency) + scheduler.cache.num_pages
     assert scheduler.pool.num_free + idle == scheduler.pool.num_pages
     assert scheduler.residency.make_room(scheduler.pool.num_pages)
     assert scheduler.cache.num_pages == 0

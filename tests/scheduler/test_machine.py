@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from loraplex.core import AdapterDigest, ContextTooLong, FinishReason, Request
 from loraplex.scheduler import Sequence, SequenceStatus
 
+from ..idle import num_idle_pages
 from .helpers import VOCAB_SIZE, A, B, C, D, Driver, make_request, make_scheduler, run_alone
 
 ADAPTER_PAGES = {A: 1, B: 2, C: 3, D: 5}
@@ -85,7 +86,7 @@ class World:
         self.check_answers()
         scheduler = self.scheduler
         assert not self.alive
-        assert scheduler.pool.num_free + scheduler.residency.num_idle_pages == scheduler.pool.num_pages
+        assert scheduler.pool.num_free + num_idle_pages(scheduler.residency) == scheduler.pool.num_pages
         assert scheduler.num_preemptions == sum(entry.seq.num_preemptions for entry in self.submitted)
         assert scheduler.num_preemptions == sum(plan.num_preempted for plan in self.driver.plans)
 

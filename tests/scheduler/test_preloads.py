@@ -119,7 +119,8 @@ def test_without_loads_ahead_a_pinned_adapter_comes_with_its_first_request() -> 
     pin(world, A)
     preload(world, B)
     assert world.scheduler.start_loads(0.0) == ()
-    assert world.scheduler.preloads.num_missing_pages == world.scheduler.preloads.num_wanted == 0
+    assert world.scheduler.preloads.num_missing_pages == 0
+    assert not world.scheduler.preloads.can_begin
 
 
 # ---------------------------------------------------------------------- preloads
@@ -170,7 +171,7 @@ def test_preload_evicts_what_is_worth_least_but_no_preload_that_nobody_has_used(
     preload(world, B)
     world.step()
     assert set(world.scheduler.residency.resident) == {C, digest_of(5), A}
-    assert world.scheduler.preloads.num_wanted == 0, "it has no room, so it is dropped"
+    assert not world.scheduler.preloads.can_begin, "it has no room, so it is dropped"
 
 
 def test_preload_into_free_pages_alone_evicts_nothing() -> None:

@@ -209,6 +209,19 @@ class AdapterShelf:
                 self._take_load(ended)
             else:
                 self._fail_load(ended, now, fail)
+        self._tell_thrash(now)
+
+    def _tell_thrash(self, now: float) -> None:
+        reloads, pool = self._scheduler.residency.reloads, self._scheduler.pool
+        count = reloads.thrash(now)
+        if count:
+            _log.warning(
+                "in the last minute %d adapters were loaded that had been evicted shortly before; %d pages more would "
+                "have spared nine in ten of them (--kv-pages or --memory; the pool has %d pages)",
+                count,
+                reloads.missing_pages(now),
+                pool.num_pages,
+            )
 
     def _take_load(self, ended: LoadEnded) -> None:
         self._scheduler.adapter_ready(ended.digest)

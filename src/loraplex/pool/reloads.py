@@ -1,11 +1,14 @@
 """Thrash: adapters that come back soon after they were evicted, and how much larger a pool would have kept them."""
 
+import math
 from collections import OrderedDict, deque
 
 from loraplex.core import AdapterDigest
 
 MAX_EVICTED = 4096  # evicted adapters that are remembered
-_RECENT = 128  # reloads that the figure is taken from
+RECENT_S = 60.0  # reloads older than this no longer count
+OFTEN = 30  # reloads within that time are thrash
+_RECENT = 128  # most reloads that the figure is taken from
 
 
 class Reloads:
@@ -15,13 +18,14 @@ class Reloads:
     same order of eviction, would still have had it (Mattson's stack distance, 1970).
     """
 
-    __slots__ = ("_distances", "_evicted", "_total", "count")
+    __slots__ = ("_evicted", "_recent", "_reported_s", "_total", "count")
 
     def __init__(self) -> None:
         self.count = 0
         self._total = 0  # pages evicted so far
         self._evicted: OrderedDict[AdapterDigest, int] = OrderedDict()  # `_total` before each was evicted
-        self._distances: deque[int] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # when each was, and its distance
+        self._reported_s = -math.inf
 
     def evicted(self, digest: AdapterDigest, num_pages: int) -> None:
         """An adapter left because its pages were wanted."""
@@ -31,14 +35,30 @@ class Reloads:
         if len(self._evicted) > MAX_EVICTED:
             self._evicted.popitem(last=False)
 
-    def loaded(self, digest: AdapterDigest) -> None:
+    def loaded(self, digest: AdapterDigest, now: float) -> None:
         """A load of an adapter begins; before pages are evicted for it."""
         before = self._evicted.pop(digest, None)
         if before is not None:
             self.count += 1
-            self._distances.append(self._total - before)
+            self._recent.append((now, self._total - before))
 
-    def missing_pages(self, share: float = 0.9) -> int:
-        """Pages more with which this share of the last reloads would not have been; 0 when there were none."""
-        ordered = sorted(self._distances)
+    def missing_pages(self, now: float, share: float = 0.9) -> int:
+        """Pages more with which this share of the last minute's reloads would not have been; 0 when there were none.
+
+        From any thread.
+        """
+        ordered = sorted(self._distances(now))
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0
+
+    def thrash(self, now: float) -> int:
+        """How many reloads the last minute had, if that is often and was not told within a minute; else 0."""
+        if len(self._recent) < OFTEN or now - self._reported_s < RECENT_S:
+            return 0
+        count = len(self._distances(now))
+        if count < OFTEN:
+            return 0
+        self._reported_s = now
+        return count
+
+    def _distances(self, now: float) -> list[int]:
+        return [distance for at_s, distance in self._recent.copy() if now - at_s <= RECENT_S]

@@ -120,11 +120,6 @@ class AdapterResidency:
     def num_evictions(self) -> int:
         return sum(self.evictions.values())
 
-    @property
-    def num_idle_pages(self) -> int:
-        """Pages that evicting adapters could free."""
-        return sum(placed.lease.num_pages for digest, placed in self._placed.items() if digest in self._idle)
-
     def state(self, digest: AdapterDigest, now: float = 0.0) -> AdapterState:
         """Where an adapter stands. A failed one is absent again when its time has come."""
         placed = self._placed.get(digest)
@@ -219,7 +214,7 @@ class AdapterResidency:
         after = next_state(state, AdapterEvent.BEGIN)
         if not self.can_make_room(num_pages, keep):
             return False
-        self.reloads.loaded(digest)
+        self.reloads.loaded(digest, now)
         self.make_room(num_pages, keep, EvictionReason.LOAD)
         if self._failed.pop(digest, None) is not None:
             assert next_state(AdapterState.FAILED, AdapterEvent.RETRY) is state
@@ -264,7 +259,7 @@ class AdapterResidency:
             after = next_state(AdapterState.ABSENT, AdapterEvent.PLACED)
             if not self.can_make_room(num_pages):
                 return None
-            self.reloads.loaded(digest)
+            self.reloads.loaded(digest, now)
             self.make_room(num_pages)
             self._failed.pop(digest, None)
             placed = self._place(digest, num_pages, after)

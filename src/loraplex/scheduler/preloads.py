@@ -42,11 +42,6 @@ class Preloads:
         """Whether the next preload only waits for a step in which nothing waits."""
         return bool(self._wanted) and self._on_its_way is None and not self._missing
 
-    @property
-    def num_wanted(self) -> int:
-        """Preloads that have not begun."""
-        return len(self._wanted)
-
     def pinned(self, digest: AdapterDigest, num_pages: int) -> None:
         """An adapter was pinned."""
         if not self._residency.is_placed(digest):
