@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters import AdapterLimits, load_adapter
-from loraplex.core import AdapterRefused, ModelNotFound, RefusalReason
+from loraplex.core import AdapterDigest, AdapterRefused, ModelNotFound, RefusalReason
 from loraplex.core.host_memory import HostMemoryFull
 from loraplex.engine import Engine
 from loraplex.engine.host_arena import HostArena
 from loraplex.engine.packed_files import PackedFiles, packing_stamp
+from loraplex.pool.reloads import OFTEN
 
 from ..conftest import MakeAdapter, MakeBase
 from ..oracle import GREEDY, Harness, random_prompt
@@ -139,3 +140,19 @@ def test_adapter_that_is_refused_while_it_is_packed_leaves_no_pages(
     with pytest.raises(AdapterRefused):
         harness.engine.add_adapter(adapter)
     assert harness.engine.arena.num_leased == 0
+
+
+def test_thrash_is_a_line_in_the_log_with_the_pages_that_would_cure_it(
+    tiny_base: MakeBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = Harness(tiny_base("llama"))
+    reloads, digest = harness.engine.scheduler.residency.reloads, AdapterDigest("a")
+    for _ in range(2):
+        for _ in range(OFTEN):
+            reloads.evicted(digest, 5)
+            reloads.loaded(digest, 1.0)
+        harness.engine.shelf.advance_loads(1.0, lambda seq, retry_after_s: None, 0.0)
+    (record,) = caplog.records
+    assert f"last minute {OFTEN} adapters" in record.getMessage()
+    assert "5 pages more" in record.getMessage()
+    assert "--kv-pages or --memory" in record.getMessage()
