@@ -60,7 +60,8 @@ def _make_runner(base: LoadedBase, buffer: PageBuffer, progress: Progress | None
     from loraplex.kernels.gpu.attention import KernelsNotBuilt
 
     try:
-        runner = CudaRunner(base.decoder, buffer, base.scheduler_config.max_num_seqs)
+        config = base.scheduler_config
+        runner = CudaRunner(base.decoder, buffer, config.max_num_seqs, config.max_model_len)
         runner.capture(progress, in_graphs=not base.config.enforce_eager)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -321,8 +322,8 @@ class Engine:
             results += self._collect(self._started)
         if plan is None:
             assert before is not None or not self.scheduler.running, "running sequences but no plan"
-            if before is None and self.shelf.is_loading:
-                time.sleep(_LOAD_TICK_S)  # only loads are under way, and they run by themselves
+            if before is None and self.has_work:
+                time.sleep(_LOAD_TICK_S)  # for loads, which run by themselves, or for one that may be tried again
         self.shelf.sweep()
         return results
 
