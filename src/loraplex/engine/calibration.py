@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from loraplex.core import AdapterDigest, BaseSite, PageId, RequestId, SamplingParams, SequenceId
 from loraplex.engine.batch import PageBuffer
@@ -77,6 +78,8 @@ def calibrate(
     used = {page for step in steps for chunk in step.plan.chunks for page in chunk.pages}
     for page in used:
         buffer.rows[page].zero_()
+    if on_gpu:
+        torch.cuda.synchronize(buffer.flat.device)  # the steps that come run on a stream of their own
     timed = [Timed(step.plan.shape, tuple(found[1:] or found)) for step, found in zip(steps, times, strict=True)]
     return fit(*timed)
 

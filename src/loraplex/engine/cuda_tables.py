@@ -18,8 +18,8 @@ _ROWS = ("tokens", "source", "row_pos", "row_page", "row_offset")
 class StepTables:
     """Tables of the rows and sequences of a step, on both sides. Rows are those of the plan, in its order.
 
-    `max_seqs` counts padded rows too; `num_listed`: most pages of all sequences together, where a page that several share
-    counts for each.
+    `max_seqs` counts padded rows too; `num_listed`: most pages of all sequences together, where a page that several
+    share counts for each.
     """
 
     def __init__(self, max_rows: int, max_seqs: int, num_listed: int, page_tokens: int, device: torch.device) -> None:
