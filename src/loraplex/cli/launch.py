@@ -205,12 +205,14 @@ def base_warning(entry: "CatalogEntry", served_name: str, base_dir: Path) -> str
 
 
 def cost_line(launched: Launched) -> str:
-    """One line that says what a step takes here, as measured at start."""
-    costs, target_ms = launched.engine.engine.scheduler.costs.model, launched.base.config.tpot_target_ms
+    """One line that says what a step takes here, and how that is known."""
+    calibrator, target_ms = launched.engine.engine.scheduler.costs, launched.base.config.tpot_target_ms
     target = "" if target_ms is None else f"; --tpot-target-ms {target_ms:g} bounds ranks by this"
+    known = "measured now" if calibrator.is_measured else "assumed at first"
+    costs = calibrator.model
     return (
         f"A step takes max({costs.fixed_ms:.3g}, {costs.token_ms:.3g} * tokens) + {costs.kv_token_ms:.3g} * KV tokens "
-        f"+ {costs.rank_ms:.3g} * ranks ms, measured now and corrected by every step{target}"
+        f"+ {costs.rank_ms:.3g} * ranks ms, {known} and corrected by every step{target}"
     )
 
 

@@ -62,12 +62,12 @@ class Calibrator:
     the steps say nothing about keeps its start value; none is negative.
     """
 
-    __slots__ = ("_error_ms", "_gram", "_is_measured", "_moment", "_scale", "_start", "model", "num_samples")
+    __slots__ = ("_error_ms", "_gram", "_moment", "_scale", "_start", "is_measured", "model", "num_samples")
 
     def __init__(self, start: CostModel = H200_8B, *, is_measured: bool = False) -> None:
         """`is_measured`: the start values are of this device and model, so they may be relied on at once."""
         self.model = start
-        self._is_measured = is_measured
+        self.is_measured = is_measured
         self.num_samples = 0
         self._start = _vector(start)
         self._scale = [1.0 / max(value, 1e-9) for value in self._start]  # of features, so that the prior weighs alike
@@ -78,7 +78,7 @@ class Calibrator:
     @property
     def is_ready(self) -> bool:
         """Whether the model is of this device: measured, or enough steps were seen."""
-        return self._is_measured or self.num_samples >= MIN_SAMPLES
+        return self.is_measured or self.num_samples >= MIN_SAMPLES
 
     def add(self, shape: StepShape, step_ms: float) -> None:
         """Take a measured step into account."""
