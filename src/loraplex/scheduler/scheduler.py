@@ -187,15 +187,17 @@ class Scheduler:
             return ()
         self.waiting.look(self.residency.is_resident)
         parts = self._parts
-        loads = self.preloads.start_pinned(parts.num_growing, now)
-        for load in loads:
-            parts.adapter_placed(load.digest)
-        loads += self._load_ahead.start(parts.in_turn(now), self.waiting.unplaced, parts.spare_pages, now)
+        pinned = self._placed(self.preloads.start_pinned(parts.num_growing, now))  # before it is seen what is left
+        others = [*self._load_ahead.start(parts.in_turn(now), self.waiting.unplaced, parts.spare_pages, now)]
         if not self.waiting:
-            loads += self.preloads.start_next(parts.spare_pages, now)
+            others += self.preloads.start_next(parts.spare_pages, now)
+        return (*pinned, *self._placed(others))
+
+    def _placed(self, loads: list[AdapterLoad]) -> list[AdapterLoad]:
+        """Loads whose pages were leased a moment ago, once that is booked."""
         for load in loads:
-            parts.adapter_placed(load.digest)
-        return tuple(loads)
+            self._parts.adapter_placed(load.digest)
+        return loads
 
     def adapter_ready(self, digest: AdapterDigest) -> None:
         """The pages of a load are filled: its sequences may start."""

@@ -85,12 +85,7 @@ def _adapter_counters(stats: EngineStats, host: HostFigures) -> Iterator[Metric]
         ("load_seconds", "Seconds that loads took.", "tier", _tiers(host.load_s, stats.adapter_load_s)),
         ("load_failures", "Loads that failed.", "tier", _tiers(host.num_failures, stats.num_load_failures)),
         ("evictions", "Adapters evicted from the pool.", "reason", stats.evictions_by_reason),
-        (
-            "packed_files",
-            "What became of packed adapters on disk.",
-            "event",
-            stats.packed_files,
-        ),
+        ("packed_files", "What became of packed adapters on disk.", "event", stats.packed_files),
         (
             "starts",
             "Sequences that found their adapter in the pool, or did not.",
