@@ -95,6 +95,28 @@ def test_chunks_preemption_and_eviction_change_nothing(served: Served) -> None:
     oracle.assert_equal_references(harness, served, asked)
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["in graphs", "launch by launch"])
+def test_engine_measures_itself_and_leaves_nothing_behind(served: Served, *, enforce_eager: bool) -> None:
+    harness, refs = make_harness(served, enforce_eager=enforce_eager)
+    engine = harness.engine
+    engine.calibrate()
+    assert engine.scheduler.costs.is_measured
+    model = engine.scheduler.costs.model
+    print(model)
+    assert 0.0 < model.fixed_ms < 1000.0
+    assert min(model.token_ms, model.kv_token_ms, model.rank_ms) >= 0.0
+    assert engine.scheduler.residency.cost.page_s > 0.0
+    assert not torch.any(engine._buffer.flat)
+    harness.check_all_free()
+    asked = []
+    for turn in range(10):
+        prompt, which = oracle.random_prompt(5 + 4 * turn, turn), turn % len(refs)
+        asked.append((harness.add(prompt, LONG, refs[which]), prompt, which))
+    harness.run()
+    harness.check_all_free()
+    oracle.assert_equal_references(harness, served, asked)
+
+
 @pytest.mark.usefixtures("prompts")
 @pytest.mark.parametrize("max_num_seqs", [8, 100])
 def test_prompts_of_any_length_equal_the_references(served: Served, max_num_seqs: int) -> None:

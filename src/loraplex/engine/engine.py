@@ -136,10 +136,9 @@ class Engine:
         self.on_layer: Callable[[], None] = lambda: None  # called before every layer of a step
 
     def calibrate(self) -> None:
-        """Measure what steps and loads cost on this device; on a GPU loads only. Before the first step."""
-        config = self.scheduler.config
-        if self._decoder.device.type != "cuda":
-            self.scheduler.costs = calibrate(self._runner, self._buffer, config, self.base.sites, on_gpu=False)
+        """Measure what steps and loads cost on this device. Before the first step, while nobody holds a page."""
+        config, on_gpu = self.scheduler.config, self._decoder.device.type == "cuda"
+        self.scheduler.costs = calibrate(self._runner, self._buffer, config, self.base.sites, on_gpu=on_gpu)
         page_s = self._runner.copy_s(self._geometry.page_bytes) or config.reload.page_s
         self.scheduler.residency.cost = replace(config.reload, page_s=page_s)
 
