@@ -11,7 +11,7 @@ from loraplex.scheduler import CostModel, StepShape
 from open_loop import evict_all
 
 COEFFICIENTS = ("fixed_ms", "token_ms", "kv_token_ms", "rank_ms")
-LONG_PROMPT = 1024
+LONG_PROMPT = 384
 
 
 def _decode(engine: Engine, adapters: Adapters, args: argparse.Namespace, distinct: int, prompt: int) -> BatchTiming:

@@ -57,6 +57,15 @@ def make_harness(served: Served, **settings: Any) -> tuple[Harness, list[Adapter
     return harness, [None, *(harness.load(f"a{i}", path) for i, path in enumerate(adapters))]
 
 
+def make_warm_harness(served: Served) -> tuple[Harness, list[AdapterRef | None]]:
+    """With every adapter in the pool, so that requests start in the step they are queued for, whatever loads take."""
+    harness, refs = make_harness(served, kv_pages=600)
+    for ref in refs:
+        harness.answer((1, 2), SamplingParams(max_tokens=1, temperature=0.0), ref)
+    assert set(harness.engine.stats().resident_adapters) == {ref.digest for ref in refs if ref is not None}
+    return harness, refs
+
+
 @pytest.fixture(params=["prompts in graphs", "prompts launch by launch"])
 def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways that steps with prompts are run."""
@@ -171,7 +180,7 @@ def test_tokens_do_not_depend_on_the_adapters_beside_them(served: Served) -> Non
     prompts = [oracle.random_prompt(20, seed) for seed in range(8)]
     seen = []
     for others in ((1, 2, 3), (4, 4, 2), (0, 0, 0)):
-        harness, refs = make_harness(served)
+        harness, refs = make_warm_harness(served)
         mix = [3, others[0], others[1], others[2], 3, others[0], others[1], others[2]]
         names = [harness.add(prompt, LONG, refs[which]) for prompt, which in zip(prompts, mix, strict=True)]
         harness.run()
@@ -186,7 +195,7 @@ def test_tokens_do_not_depend_on_deeper_adapters_beside_them(served: Served) -> 
     prompts = [oracle.random_prompt(20, seed) for seed in range(8)]
     seen = []
     for other in (2, 4):
-        harness, refs = make_harness(served)
+        harness, refs = make_warm_harness(served)
         mix = [1, other, other, other, 1, other, other, other]
         names = [harness.add(prompt, LONG, refs[which]) for prompt, which in zip(prompts, mix, strict=True)]
         harness.run()

@@ -161,6 +161,7 @@ def test_host_pages_are_pinned_and_stay_until_their_copy_has_ended(served: Serve
     packed = harness.engine.shelf.packed[refs[-1].digest]
     assert all(run.is_pinned() for run in packed.image.runs)
     assert all(run.is_pinned() for run in harness.engine.arena.allocate(300).runs)
+    harness.engine._on_logits = None  # reading logits waits for the step
     harness.add((1, 2, 3), LONG, refs[-1])
     harness.engine._runner._load_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(harness.engine._runner._load_stream):
