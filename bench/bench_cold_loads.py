@@ -4,9 +4,9 @@
 included. Requests arrive by a Poisson process in real time, popularity is Zipf's. The same requests run with every
 adapter that they ask for in the pool, with loads ahead of the step that needs them (the engine's way), and with loads
 inside the step. Then single requests, cold and warm in turn, on an idle engine and beside others; and the decoding of
-running requests while adapters are loaded 50 times a second.
+running requests while adapters are loaded 50 times a second; and requests whose adapter is on disk alone.
 
-Usage: python bench/bench_cold_loads.py [--base DIR] [--sections arrivals,probes,decode] [--out FILE]
+Usage: python bench/bench_cold_loads.py [--base DIR] [--sections arrivals,probes,decode,disk] [--out FILE]
 """
 
 import argparse
@@ -44,6 +44,7 @@ from open_loop import (
     zipf_shares,
 )
 from section_beside_loads import measure_decode, measure_probes, show_decode, show_probes
+from section_disk import measure_disk, show_disk
 from synchronous_loads import SynchronousLoads
 
 BARS = {"cold_p50_ms": 2.0, "cold_p99_ms": 5.0, "tpot_p99_over": 1.1, "latency_over_resident": 1.03}
@@ -231,6 +232,7 @@ def show_arrivals(section: dict[str, Any]) -> None:
 SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
     "probes": (measure_probes, show_probes),
     "decode": (measure_decode, show_decode),
+    "disk": (measure_disk, show_disk),
 }
 NAMES = ("arrivals", *SECTIONS)
 

@@ -1,11 +1,12 @@
 """What steps cost, measured before anything is served."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from loraplex.engine import Engine, EngineConfig, load_base
+from loraplex.engine import Engine, EngineConfig, calibration, load_base
 from loraplex.engine.calibration import BUDGET_S, Timed, fit
 from loraplex.scheduler import CostModel, StepShape
 
@@ -34,6 +35,32 @@ def test_what_noise_hides_is_small_and_not_nothing() -> None:
     costs = fit(*(Timed(shape, (ms,)) for shape, ms in zip(SHAPES, times, strict=True)))
     assert 0.0 < costs.model.kv_token_ms * 8 * 512 <= 0.11
     assert 0.0 < costs.model.rank_ms * 128 <= 0.11
+
+
+class Device:
+    """A clock, and a runner on it: launching takes the host 3 s, a step the device 10 s after those before it."""
+
+    def __init__(self, *, overlaps: bool) -> None:
+        self.overlaps = overlaps
+        self.now_s = self.free_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def launch(self, step: object) -> SimpleNamespace:
+        self.now_s += 3.0
+        self.free_s = ended_s = max(self.now_s, self.free_s) + 10.0
+        return SimpleNamespace(wait=lambda: setattr(self, "now_s", max(self.now_s, ended_s)))
+
+
+@pytest.mark.parametrize(("overlaps", "expected_ms"), [(True, 10_000.0), (False, 13_000.0)])
+def test_launching_counts_only_where_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, *, overlaps: bool, expected_ms: float
+) -> None:
+    device = Device(overlaps=overlaps)
+    monkeypatch.setattr(calibration, "time", device)
+    for _ in range(3):
+        assert calibration._time_ms(device, object()) == expected_ms  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_pages": 3}, {"max_num_seqs": 1, "max_loras": 1}], ids=str)
