@@ -76,7 +76,7 @@ class AdapterShelf:
             if digest in self.packed:
                 self._retired.discard(digest)
                 return True
-        packed = self._files.load(digest, self._allocate) if self._files is not None else None
+        packed = self._files.load(digest, self._allocate_for_file) if self._files is not None else None
         if packed is None:
             return False
         with self._lock:
@@ -84,9 +84,10 @@ class AdapterShelf:
             self._retired.discard(digest)
         return True
 
-    def _allocate(self, num_pages: int) -> LeasedPages:
+    def _allocate_for_file(self, num_pages: int) -> LeasedPages:
+        """Pages that a file fills whole, or that are freed."""
         check_fits(num_pages, self._scheduler.geometry)
-        return self._arena.allocate(num_pages)
+        return self._arena.allocate(num_pages, as_zeros=False)
 
     def store(self, digest: AdapterDigest) -> None:
         """Write an adapter's packed file, unless it is there or the adapter is not here. Blocks."""

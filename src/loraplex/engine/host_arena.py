@@ -117,8 +117,11 @@ class HostArena:
         """Pages of blocks that nobody leases."""
         return self._free.num_pages
 
-    def allocate(self, num_pages: int) -> LeasedPages:
-        """Lease pages, as zeros. Raises HostMemoryFull, and AdapterRefused for more than can ever be held."""
+    def allocate(self, num_pages: int, *, as_zeros: bool = True) -> LeasedPages:
+        """Lease pages. Not `as_zeros` they hold what others left: for who overwrites all of them.
+
+        Raises HostMemoryFull, and AdapterRefused for more than can ever be held.
+        """
         while True:
             with self._lock:
                 self._await_blocks(num_pages)
@@ -131,7 +134,7 @@ class HostArena:
             if not self._add_block(number, size):
                 leased = self._take_what_is_there(num_pages, size)
                 break
-        for run in leased.runs:
+        for run in leased.runs if as_zeros else ():
             run.zero_()
         return leased
 

@@ -1,8 +1,10 @@
 """The file format of a packed adapter.
 
-    magic (8 bytes) | length of the header (u32 little-endian) | header (JSON) | tables | pages | sha256 of all before
+    magic (8 bytes) | length of the header (u32 little-endian) | header (JSON) | tables | pages | sha256
 
-The header says whose file it is and how long the tables are. Pages are read straight to where they shall lie.
+The header says whose file it is and how long the tables are. Pages are read straight to where they shall lie, pieces of
+them at once, since hashing takes longer than reading. The sha256 at the end is that of everything before the pages and,
+in their place, of the sha256 of each piece.
 """
 
 import hashlib
@@ -10,8 +12,9 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from numpy.typing import NDArray
 from loraplex.engine.host_arena import HostPages, LeasedPages
 from loraplex.engine.packing import Allocate, PackedAdapter
 
-_MAGIC = b"lplxpk01"  # the format's version is in it
+_MAGIC = b"lplxpk02"  # the format's version is in it
 _MAX_HEADER = 4096
-_PIECE_BYTES = 4 * 2**20  # hashed while the processor's cache has it
+_PIECE_BYTES = 2 * 2**20  # of pages, one page at least
+_MAX_THREADS = 8  # that read a file
 _SHA_BYTES = 32
 _TABLES: dict[str, np.dtype[Any]] = {
     "chunk_start": np.dtype("<i4"),
@@ -41,7 +45,8 @@ class Damaged(Exception):
 
 def file_bytes(packed: PackedAdapter, identity: Mapping[str, str]) -> int:
     """Size of the file that `write_packed` makes."""
-    return sum(map(len, _parts(packed, identity))) + _SHA_BYTES
+    image = packed.image
+    return sum(map(len, _start(packed, identity))) + len(image) * _page_bytes(image) + _SHA_BYTES
 
 
 def write_packed(path: Path, packed: PackedAdapter, identity: Mapping[str, str]) -> None:
@@ -49,10 +54,13 @@ def write_packed(path: Path, packed: PackedAdapter, identity: Mapping[str, str])
     sha = hashlib.sha256()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        for part in _parts(packed, identity):
-            for piece in _pieces(part):
-                _write_all(fd, piece)
-                sha.update(piece)
+        for part in _start(packed, identity):
+            _write_all(fd, part)
+            sha.update(part)
+        for piece in _pieces(packed.image):
+            for part in piece:
+                _write_all(fd, part)
+            sha.update(_sha_of(piece))
         _write_all(fd, memoryview(sha.digest()))
         os.fsync(fd)
     finally:
@@ -84,38 +92,63 @@ def read_packed(fd: int, num_bytes: int, identity: Mapping[str, str], allocate: 
     return PackedAdapter(image=image, **tables)
 
 
-def _parts(packed: PackedAdapter, identity: Mapping[str, str]) -> list[memoryview]:
-    """What a file holds, but for the hash."""
+def _start(packed: PackedAdapter, identity: Mapping[str, str]) -> list[memoryview]:
+    """What a file holds before its pages."""
     tables = {name: getattr(packed, name).astype(dtype, order="C", copy=False) for name, dtype in _TABLES.items()}
     fields = {
         "identity": dict(identity),
         "shapes": {name: table.shape for name, table in tables.items()},
         "pages": len(packed.image),
-        "page_bytes": packed.image.page_elems * packed.image.dtype.itemsize,
+        "page_bytes": _page_bytes(packed.image),
     }
     header = json.dumps(fields).encode()
     assert len(header) <= _MAX_HEADER, "a header that no reader takes"
     start = memoryview(_MAGIC + struct.pack("<I", len(header)) + header)
-    return [start, *(_bytes_of(table) for table in tables.values()), *_runs(packed.image)]
+    return [start, *(_bytes_of(table) for table in tables.values())]
+
+
+def _page_bytes(image: HostPages) -> int:
+    return image.page_elems * image.dtype.itemsize
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _runs(image: HostPages) -> Iterator[memoryview]:
-    """The memory of an image, a run of neighbours at a time."""
-    return (_bytes_of(run.view(torch.uint8).numpy()) for run in image.runs)
+def _pieces(image: HostPages) -> Iterator[list[memoryview]]:
+    """The memory of an image, some pages at a time, of which neighbours lie together."""
+    step = max(1, _PIECE_BYTES // _page_bytes(image))
+    for first in range(0, len(image), step):
+        yield [_bytes_of(run.view(torch.uint8).numpy()) for run in image[first : first + step].runs]
 
 
-def _pieces(data: memoryview) -> Iterable[memoryview]:
-    ends = [*range(0, len(data), _PIECE_BYTES), len(data)]
-    return (data[start:end] for start, end in pairwise(ends))
+def _sha_of(piece: list[memoryview]) -> bytes:
+    sha = hashlib.sha256()
+    for part in piece:
+        sha.update(part)
+    return sha.digest()
 
 
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+def _read_at(fd: int, view: memoryview, offset: int) -> int:
+    """Fill a view from that place of a file on; the place behind."""
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            raise Damaged("it was cut")
+        view, offset = view[count:], offset + count
+    return offset
+
+
+def _read_piece(fd: int, piece: list[memoryview], offset: int) -> bytes:
+    """Fill a piece from that place of a file on; its hash."""
+    for part in piece:
+        offset = _read_at(fd, part, offset)
+    return _sha_of(piece)
 
 
 class _Reader:
@@ -124,6 +157,7 @@ class _Reader:
     def __init__(self, fd: int, num_bytes: int) -> None:
         self._fd = fd
         self._sha = hashlib.sha256()
+        self._offset = 0
         self.left = num_bytes - _SHA_BYTES  # before the hash
 
     def header(self) -> dict[str, Any]:
@@ -153,11 +187,15 @@ class _Reader:
         return np.frombuffer(self._take(num_bytes), dtype).reshape(shape)
 
     def pages(self, image: LeasedPages, page_bytes: int) -> None:
-        if page_bytes != image.page_elems * image.dtype.itemsize:
+        if page_bytes != _page_bytes(image):
             raise Damaged(f"its pages have {page_bytes} bytes")
-        for run in _runs(image):
-            for piece in _pieces(run):
-                self._fill(piece)
+        pieces = list(_pieces(image))
+        step = sum(map(len, pieces[0]))
+        offsets = range(self._offset, self._offset + len(image) * page_bytes, step)
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(pieces))) as threads:
+            for digest in threads.map(_read_piece, repeat(self._fd), pieces, offsets):
+                self._sha.update(digest)
+        self._offset += len(image) * page_bytes
 
     def check_sha(self) -> None:
         """Raise Damaged unless the hash that follows is that of everything before."""
@@ -177,10 +215,5 @@ class _Reader:
         if len(view) > self.left:
             raise Damaged("it is too short")
         self.left -= len(view)
-        rest = view
-        while rest:
-            count = os.readv(self._fd, [rest])
-            if count == 0:
-                raise Damaged("it was cut")
-            rest = rest[count:]
+        self._offset = _read_at(self._fd, view, self._offset)
         self._sha.update(view)
