@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORPUS ?= ../shared/corpus
 STAMP := $(VENV)/.stamp
+# Processes that share the tests, by file.
+JOBS ?= 2
 
 .PHONY: venv demo test test-slow test-registry-postgres lint format corpus bench-cpu bench-many-adapters bench-gpu bench-gpu-try test-gpu test-gpu-sanitize clean help
 
@@ -23,7 +25,7 @@ demo: venv  ## Serve a real small model with real adapters and show one mixed ba
 	$(BIN)/loraplex demo
 
 test: venv  ## Run the tests
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses $(JOBS) --dist loadfile
 
 test-slow: venv  ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu"

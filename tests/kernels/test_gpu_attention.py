@@ -87,14 +87,16 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, monkeypat
         assert torch.equal(attend(one, [length], qkv[row : row + 1], shape, 16)[0], together[row])
 
 
-@pytest.mark.parametrize(("kv_heads", "window"), [(8, 0), (4, 0), (2, 0), (2, 40), (1, 0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(1, 1, 0), (2, 2, 0), (4, 2, 0), (4, 1, 0), (4, 1, 40), (8, 1, 0)]
+)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_rows_of_a_prompt_attend_up_to_themselves(
-    dtype: torch.dtype, kv_heads: int, window: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, heads: int, kv_heads: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of several rows beside single ones; a row has the bits that it has as the last of its sequence."""
     monkeypatch.setattr(decode_attention, "SPLIT_TOKENS", 64)
-    shape, width = AttentionShape(8, kv_heads, 64, 0.125, window), (8 + 2 * kv_heads) * 64
+    shape, width = AttentionShape(heads, kv_heads, 64, 0.125, window), (heads + 2 * kv_heads) * 64
     kv = make_kv_batch(
         dtype, layers=3, kv_heads=kv_heads, head_dim=64, page_tokens=16, lengths=LENGTHS, new_rows=[1] * 6
     )
@@ -103,10 +105,12 @@ def test_rows_of_a_prompt_attend_up_to_themselves(
     qkv = randn(len(rows), width, dtype=dtype)
     got = attend(kv, LENGTHS, qkv, shape, 16, rows)
     for i, (seq, length) in enumerate(rows):
-        exact = exact_attention(qkv[i, :512].view(8, 64), keys[seq], values[seq], length - 1, window)
+        q = qkv[i, : heads * 64].view(heads, 64)
+        exact = exact_attention(q, keys[seq], values[seq], length - 1, window)
         assert float((got[i].double() - exact).abs().max()) <= TOLERANCE[dtype] * float(exact.abs().max()) * 2
-        one = replace(kv, page_table=kv.page_table[seq : seq + 1])
-        assert torch.equal(attend(one, [length], qkv[i : i + 1], shape, 16)[0], got[i])
+        if HAS_GPU or i % 5 == 0 or length in (16, 17, 33):  # the interpreter takes long
+            one = replace(kv, page_table=kv.page_table[seq : seq + 1])
+            assert torch.equal(attend(one, [length], qkv[i : i + 1], shape, 16)[0], got[i])
 
 
 def test_more_pieces_than_there_is_room_for_are_refused() -> None:
