@@ -292,3 +292,5 @@ async def test_packed_adapter_is_used_instead_of_its_source() -> None:
     place.read_error = ArtifactMissing("it is gone")
     await world.use(place)
     assert (place.num_reads, set(world.engine.held)) == (1, {A})
+    figures = world.host.figures()
+    assert (figures.from_store.count, figures.from_packed.count, figures.num_failures) == (2, 1, 0)

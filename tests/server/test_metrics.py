@@ -60,6 +60,8 @@ async def test_generations_are_counted_once(client: httpx.AsyncClient) -> None:
         if sample.name.endswith("_total")
     }
     assert counts == {("/v1/completions", "200"): 2, ("/v1/completions", "404"): 1}
+    errors = [s for s in families["loraplex_errors"].samples if s.name.endswith("_total")]
+    assert [(s.labels, s.value) for s in errors] == [({"code": "model_not_found", "reason": ""}, 1)]
     for name in ("time_to_first_token", "time_per_output_token", "request"):
         family = families[f"loraplex_{name}_seconds"]
         assert [sample.value for sample in family.samples if sample.name.endswith("_count")] == [2]
@@ -115,8 +117,8 @@ def test_packed_files_are_told_by_event() -> None:
 
 def test_adapters_are_told_by_tier_reason_and_state() -> None:
     counters = HostCounters()
-    for seconds in (0.5, 1.5):
-        counters.loaded(seconds)
+    for seconds, was_packed in ((0.5, False), (1.5, False), (0.125, True)):
+        counters.loaded(seconds, was_packed=was_packed)
     counters.failed()
     counters.evicted()
     stats = EngineStats(
@@ -131,9 +133,9 @@ def test_adapters_are_told_by_tier_reason_and_state() -> None:
         waiting_by_reason=(("slot", 6), ("pages", 2)),
     )
     families = rendered(stats, counters.read(11))
-    assert by_label(families["loraplex_adapter_loads"], "tier") == {"host": 2, "pool": 7}
-    assert by_label(families["loraplex_adapter_load_seconds"], "tier") == {"host": 2.0, "pool": 0.25}
-    assert by_label(families["loraplex_adapter_load_failures"], "tier") == {"host": 1, "pool": 3}
+    assert by_label(families["loraplex_adapter_loads"], "tier") == {"store": 2, "packed": 1, "host": 7}
+    assert by_label(families["loraplex_adapter_load_seconds"], "tier") == {"store": 2.0, "packed": 0.125, "host": 0.25}
+    assert by_label(families["loraplex_adapter_load_failures"], "tier") == {"store": 1, "host": 3}
     assert by_label(families["loraplex_adapter_starts"], "state") == {"warm": 9, "cold": 4}
     assert by_label(families["loraplex_adapter_evictions"], "reason") == {"load": 5, "growth": 1}
     assert by_label(families["loraplex_requests_waiting_by_reason"], "reason") == {"slot": 6, "pages": 2}

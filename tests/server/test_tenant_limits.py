@@ -173,6 +173,7 @@ async def test_requests_over_the_bound_are_refused_at_once_and_others_are_served
         assert_error(refused, 429, code="caller_limit")
         assert int(refused.headers["retry-after"]) >= 1
         assert "max_requests" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["reason"] == site.lines()[-1]["error_reason"] == "TENANT_REQUESTS"
         assert (await complete(globex)).status_code == 200
         assert [(await task).status_code for task in running] == [200, 200]
         assert (await complete(acme)).status_code == 200
@@ -215,6 +216,7 @@ async def test_a_minutes_tokens_are_prompts_and_answers(site: Site) -> None:
         owed = PROMPT_TOKENS + 300 - 60
         assert owed - 3 <= int(refused.headers["retry-after"]) <= owed + 1  # one token a second
         assert "tokens_per_minute" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["reason"] == "TENANT_TOKENS"
         assert len(site.engine.started) == 1
         assert (await complete(globex)).status_code == 200
 

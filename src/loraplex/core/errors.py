@@ -140,6 +140,8 @@ class OverloadReason(StrEnum):
     WORK = "WORK"
     CONNECTIONS = "CONNECTIONS"
     SHARE = "SHARE"
+    TENANT_REQUESTS = "TENANT_REQUESTS"
+    TENANT_TOKENS = "TENANT_TOKENS"
 
 
 class Overloaded(ServerError):

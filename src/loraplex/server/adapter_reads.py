@@ -75,19 +75,20 @@ class AdapterReads:
         self._late: dict[Hashable, _Read] = {}  # ended
         self._writes: set[asyncio.Task[None]] = set()
 
-    async def load(self, tenant: str, source: AdapterSource, with_room: "WithRoom[bool | None]") -> None:
-        """Have the engine hold the source's adapter, from its packed file if it has one.
+    async def load(self, tenant: str, source: AdapterSource, with_room: "WithRoom[bool | None]") -> bool:
+        """Have the engine hold the source's adapter, from its packed file if it has one; whether it had.
 
         Raises StoreUnavailable where reading takes too long, Overloaded (WORK) where it cannot begin, and what the
         source and the engine raise.
         """
         if await with_room(partial(self._restorers.run, self._engine.restore_adapter, source.digest)):
-            return
+            return True
         check = await self._read(tenant, source)
         adapter = await self._packers.run(check)
         if adapter.digest != source.digest:
             raise ServerError(f"The adapter {adapter.digest} was read where {source.digest} was asked for.")
         await with_room(partial(self._packers.run, self._engine.add_adapter, adapter))
+        return False
 
     def keep(self, digest: AdapterDigest) -> None:
         """Have the engine keep an adapter packed on disk, when there is time."""

@@ -115,6 +115,7 @@ class RequestContext:
     resolved: ServedBy | None = None  # what `model` stood for, from when that was known
     target: Target = field(default_factory=Target)
     error_code: str | None = None  # of the error that was answered, also after a stream had begun
+    error_reason: str | None = None  # its `reason`, one of a fixed set
     error_detail: str | None = None  # its message, where it quotes nothing that a client sent
     tally: Tally = field(default_factory=Tally)
 
@@ -137,8 +138,8 @@ class RequestContext:
         return reply
 
     def note_reply(self, reply: ErrorReply) -> ErrorReply:
-        """Keep the code of an error; the error as the client may see it."""
-        self.error_code = reply.code
+        """Keep the code and reason of an error; the error as the client may see it."""
+        self.error_code, self.error_reason = reply.code, reply.reason
         return reply.without_keys(self.redactor)
 
     @property
@@ -230,6 +231,8 @@ class ContextMiddleware:
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         status = context.status or 500
         self._metrics.observe_http(route, status)
+        if context.error_code is not None:
+            self._metrics.observe_error(context.error_code, context.error_reason)
         tally = context.tally
         complete = status == 200 and context.error_code is None
         if complete and tally.first_token_at is not None and tally.last_token_at is not None:
@@ -267,6 +270,7 @@ def _log_fields(context: RequestContext, scope: Scope) -> dict[str, object]:
         "ran": tally.served_by is not None,
         **_target_fields(context.target, scope.get("path_params", {})),
         "error_code": context.error_code,
+        "error_reason": context.error_reason,
         "error_detail": context.error_detail,
         "cold": tally.cold,
         "load_s": tally.load_s,

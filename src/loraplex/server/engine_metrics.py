@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from loraplex.core import EngineStats, Histogram
-from loraplex.server.host_figures import HostFigures
+from loraplex.server.host_figures import HostFigures, LoadFigures
 
 MAX_LISTED_ADAPTERS = 256  # names in one label value: a gateway needs the busy ones, not thousands of waiting ones
 
@@ -80,10 +80,20 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
 
 def _adapter_counters(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
     """Counters with a fixed set of labels."""
+    tiers = (
+        ("store", host.from_store),
+        ("packed", host.from_packed),
+        ("host", LoadFigures(stats.num_adapter_loads, stats.adapter_load_s)),
+    )
     for name, text, label, values in (
-        ("loads", "Adapters that came into a tier.", "tier", _tiers(host.num_loads, stats.num_adapter_loads)),
-        ("load_seconds", "Seconds that loads took.", "tier", _tiers(host.load_s, stats.adapter_load_s)),
-        ("load_failures", "Loads that failed.", "tier", _tiers(host.num_failures, stats.num_load_failures)),
+        ("loads", "Adapters that were loaded, by where from.", "tier", tuple((name, one.count) for name, one in tiers)),
+        ("load_seconds", "Seconds that loads took.", "tier", tuple((name, one.seconds) for name, one in tiers)),
+        (
+            "load_failures",
+            "Loads that failed, by where from.",
+            "tier",
+            (("store", host.num_failures), ("host", stats.num_load_failures)),
+        ),
         ("evictions", "Adapters evicted from the pool.", "reason", stats.evictions_by_reason),
         ("packed_files", "What became of packed adapters on disk.", "event", stats.packed_files),
         (
@@ -96,10 +106,6 @@ def _adapter_counters(stats: EngineStats, host: HostFigures) -> Iterator[Metric]
         yield _labelled(CounterMetricFamily(f"loraplex_adapter_{name}", text, labels=(label,)), values)
     left = "Adapters that left host memory for others."
     yield CounterMetricFamily("loraplex_adapter_host_evictions", left, value=host.num_evictions)
-
-
-def _tiers(host: float, pool: float) -> tuple[tuple[str, float], ...]:
-    return (("host", host), ("pool", pool))
 
 
 def _labelled(

@@ -207,9 +207,9 @@ class HostAdapters:
     async def _load(self, tenant: str, source: AdapterSource, entry: _Entry) -> None:
         started, failure = time.perf_counter(), None
         try:
-            await self._reads.load(tenant, source, self._with_room)
+            was_packed = await self._reads.load(tenant, source, self._with_room)
             entry.is_ready, entry.read_s = True, time.perf_counter() - started
-            self._counters.loaded(entry.read_s)
+            self._counters.loaded(entry.read_s, was_packed=was_packed)
             self._reads.keep(source.digest)
         except Exception as error:
             failure = error

@@ -1,6 +1,18 @@
 """What is told of adapters in host memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """Loads from one tier, and the seconds that they took, each for itself."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def plus(self, seconds: float) -> "LoadFigures":
+        """With one load more."""
+        return LoadFigures(self.count + 1, self.seconds + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,25 +20,27 @@ class HostFigures:
     """Adapters that are ready in host memory now, and how they came and went. All but the first only grow."""
 
     num_ready: int
-    num_loads: int = 0  # from the artifact store
-    load_s: float = 0.0  # seconds these took, each for itself
+    from_store: LoadFigures = LoadFigures()
+    from_packed: LoadFigures = LoadFigures()  # files on disk
     num_failures: int = 0
     num_evictions: int = 0
 
 
+@dataclass(slots=True)
 class HostCounters:
     """Counts of one server."""
 
-    __slots__ = ("_load_s", "_num_evictions", "_num_failures", "_num_loads")
+    _from_store: LoadFigures = field(default_factory=LoadFigures)
+    _from_packed: LoadFigures = field(default_factory=LoadFigures)
+    _num_failures: int = 0
+    _num_evictions: int = 0
 
-    def __init__(self) -> None:
-        self._num_loads = self._num_failures = self._num_evictions = 0
-        self._load_s = 0.0
-
-    def loaded(self, seconds: float) -> None:
-        """An adapter came into host memory."""
-        self._num_loads += 1
-        self._load_s += seconds
+    def loaded(self, seconds: float, *, was_packed: bool) -> None:
+        """An adapter came into host memory, from a packed file or from the artifact store."""
+        if was_packed:
+            self._from_packed = self._from_packed.plus(seconds)
+        else:
+            self._from_store = self._from_store.plus(seconds)
 
     def failed(self) -> None:
         """An adapter did not come."""
@@ -38,4 +52,4 @@ class HostCounters:
 
     def read(self, num_ready: int) -> HostFigures:
         """As they are now."""
-        return HostFigures(num_ready, self._num_loads, self._load_s, self._num_failures, self._num_evictions)
+        return HostFigures(num_ready, self._from_store, self._from_packed, self._num_failures, self._num_evictions)

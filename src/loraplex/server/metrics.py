@@ -25,6 +25,12 @@ class Metrics:
         self._http = Counter(
             "loraplex_http_requests", "HTTP requests by route and status.", ("route", "status"), registry=self.registry
         )
+        self._errors = Counter(
+            "loraplex_errors",
+            "Errors that were answered.",
+            ("code", "reason"),
+            registry=self.registry,
+        )
         self._ttft_s = self._histogram("time_to_first_token", "From arrival to the first token.", _TTFT_BUCKETS_S)
         self._tpot_s = self._histogram("time_per_output_token", "Per token after the first.", _TPOT_BUCKETS_S)
         self._e2e_s = self._histogram("request", "From arrival to the end of the answer.", _E2E_BUCKETS_S)
@@ -35,6 +41,10 @@ class Metrics:
     def observe_http(self, route: str, status: int) -> None:
         """Count one HTTP request. `route` is the template of the route, not the path."""
         self._http.labels(route, str(status)).inc()
+
+    def observe_error(self, code: str, reason: str | None) -> None:
+        """Count one error that was answered, also after a stream had begun. Both are of fixed sets."""
+        self._errors.labels(code, reason or "").inc()
 
     def observe_generation(self, ttft_s: float, decode_s: float, num_output_tokens: int, e2e_s: float) -> None:
         """Book the latencies of one generation that ended well."""

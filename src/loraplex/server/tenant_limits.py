@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from loraplex.core import CallerLimitReached, InvalidRequest
+from loraplex.core import CallerLimitReached, InvalidRequest, OverloadReason
 from loraplex.registry import TenantLimits
 from loraplex.server.callers import Caller
 from loraplex.server.engine_port import ServingEngine
@@ -79,7 +79,9 @@ class TenantMeters:
         if most is not None and meter.num_requests + num_requests > most:
             message = f"The tenant {tenant!r} has {meter.num_requests} requests at work and the body stands for"
             raise CallerLimitReached(
-                f"{message} {num_requests}; it may have {most} at once (max_requests).", meter.next_end_s(now)
+                f"{message} {num_requests}; it may have {most} at once (max_requests).",
+                meter.next_end_s(now),
+                OverloadReason.TENANT_REQUESTS,
             )
         self._check_tokens(tenant, meter, 1)
         meter.num_requests += num_requests
@@ -129,7 +131,8 @@ class TenantMeters:
             message = (
                 f"The tenant {tenant!r} has {max(0, int(bucket.level))} tokens left and the request needs {num_tokens};"
             )
-            raise CallerLimitReached(f"{message} it may have {bucket.per_minute} a minute (tokens_per_minute).", wait_s)
+            message = f"{message} it may have {bucket.per_minute} a minute (tokens_per_minute)."
+            raise CallerLimitReached(message, wait_s, OverloadReason.TENANT_TOKENS)
 
 
 class TenantPlace:
