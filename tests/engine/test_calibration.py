@@ -73,6 +73,7 @@ def test_an_engine_measures_itself_and_leaves_nothing_behind(tiny_base: MakeBase
     assert engine.scheduler.costs.is_ready
     assert min(model.fixed_ms, model.token_ms, model.kv_token_ms, model.rank_ms) >= 0.0
     assert 0.0 < model.fixed_ms < 1000.0
+    assert engine.scheduler.cache.page_s == pytest.approx(16 * model.token_ms / 1e3)
     assert not torch.any(engine._buffer.flat)
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
     assert not engine.has_work

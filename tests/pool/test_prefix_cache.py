@@ -117,6 +117,24 @@ def test_prefix_that_is_hit_outlives_one_that_is_not() -> None:
     assert cache.found(X, TEXT[:4]) == 1
 
 
+def test_pages_that_are_never_used_again_count_little() -> None:
+    """A reload of an adapter's page takes a tenth of computing a prefix's: it goes first while reuse is likely."""
+    for num_before, kept in ((0, 1), (2000, 0)):
+        cache = Cache(num_pages=6, reload=ReloadCost(page_s=0.1))
+        for number in range(num_before):
+            cache.leave(cache.fill(X, [100 + number] * 4))
+            cache.cache.discard(list(cache.cache.match(X, [100 + number] * 4, 4)))
+        cache.residency.acquire(B, 2)
+        cache.residency.release(B)
+        for number in range(4):
+            cache.leave(cache.fill(X, [number] * 4))
+        assert cache.residency.make_room(2)
+        assert cache.residency.is_resident(B) == (not kept)
+        found = [cache.found(X, [number] * 4) for number in range(4)]
+        assert found == ([1, 1, 1, 1] if kept else [0, 0, 1, 1]), "of the prefixes the least recently used goes first"
+        cache.check()
+
+
 def test_prefix_whose_adapter_left_goes_first() -> None:
     cache = Cache(num_pages=5, reload=ReloadCost(page_s=0.01))
     cache.residency.acquire(A, 1)

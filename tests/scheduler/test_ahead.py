@@ -170,7 +170,7 @@ def walk(seed: int, num_steps: int, **settings: object) -> World:
 @pytest.mark.parametrize("seed", range(8))
 def test_walk_ends_everything_and_leaks_nothing(seed: int, depth: int) -> None:
     """Also where a step is planned before the tokens of the one before are known, as on CUDA."""
-    world = walk(seed, 400, depth=depth)
+    world = walk(seed, 700, depth=depth)
     scheduler = world.scheduler
     assert len(world.ended) > 60
     assert world.num_loads > 20

@@ -139,6 +139,7 @@ class Engine:
         """Measure what steps and loads cost on this device. Before the first step, while nobody holds a page."""
         config, on_gpu = self.scheduler.config, self._decoder.device.type == "cuda"
         self.scheduler.costs = calibrate(self._runner, self._buffer, config, self.base.sites, on_gpu=on_gpu)
+        self.scheduler.cache.page_s = 1e-3 * self._geometry.page_tokens * self.scheduler.costs.model.token_ms
         page_s = self._runner.copy_s(self._geometry.page_bytes) or config.reload.page_s
         self.scheduler.residency.cost = replace(config.reload, page_s=page_s)
 

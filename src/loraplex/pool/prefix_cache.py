@@ -5,6 +5,7 @@ another text's KV cannot be taken for it. Every (tenant, adapter) has a tree of 
 that use it; who uses a node uses those before it. A node without users can be evicted once none follows it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ from loraplex.pool.idle import IdlePages
 from loraplex.pool.pool import Lease, PagePool
 
 MAX_HITS = 32  # hits of a node that count for its worth
+_FIRST_PAGES = 64  # pages that are taken to be used again before it is known
+_REMEMBERED_PAGES = 2**14
+_LEAST_SHARE = 1 / 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +50,55 @@ class PrefixNode:
         return self.lease.pages[0]
 
 
+class Reuse:
+    """The share of pages that were used again, of those that were cached lately, as a power of two.
+
+    Where it moved with every page, of two pages that nobody used again the younger would be worth less.
+    """
+
+    __slots__ = ("_num_pages", "_num_reused")
+
+    def __init__(self) -> None:
+        self._num_pages = self._num_reused = _FIRST_PAGES
+
+    def cached(self) -> None:
+        """A page was."""
+        self._num_pages += 1
+        if self._num_pages > _REMEMBERED_PAGES:
+            self._num_pages //= 2
+            self._num_reused //= 2
+
+    def reused(self) -> None:
+        """A page was used for the first time by a sequence that did not compute it."""
+        self._num_reused = min(self._num_reused + 1, self._num_pages)
+
+    @property
+    def share(self) -> float:
+        return 2.0 ** round(math.log2(max(self._num_reused / self._num_pages, _LEAST_SHARE)))
+
+
 class PrefixCache:
     """All trees. `page_s`: seconds that computing a page again takes; 0 evicts least recently used first."""
 
     __slots__ = (
         "_absent",
         "_idle",
-        "_page_s",
         "_page_tokens",
         "_pool",
+        "_reuse",
         "_roots",
         "_spaces",
         "num_evictions",
         "num_pages",
+        "page_s",
     )
 
     def __init__(self, pool: PagePool, idle: IdlePages, page_tokens: int, page_s: float = 0.0) -> None:
         self._pool = pool
         self._idle = idle
         self._page_tokens = page_tokens
-        self._page_s = page_s
+        self._reuse = Reuse()
+        self.page_s = page_s  # that nodes are valued by which become idle
         self._roots: dict[CacheSpace, PrefixNode] = {}
         self._spaces: dict[AdapterDigest | None, set[CacheSpace]] = {}
         self._absent: set[AdapterDigest] = set()  # adapters with cached prefixes that are not in the pool
@@ -94,6 +127,8 @@ class PrefixCache:
         for node in nodes:
             if not node.num_users:
                 self._leave_idle(node)
+            if not node.num_hits:
+                self._reuse.reused()
             node.num_users += 1
             node.num_hits += 1
 
@@ -116,6 +151,7 @@ class PrefixCache:
         if node is None:
             node = parent.children[key] = PrefixNode(space, parent, key, lease.hand_on(space.namespace))
             self.num_pages += 1
+            self._reuse.cached()
         else:
             lease.drop_first()
             if not node.num_users:
@@ -145,7 +181,7 @@ class PrefixCache:
 
     def _queue(self, node: PrefixNode) -> None:
         is_lost = node.space.digest in self._absent
-        worth = None if is_lost else min(node.num_hits + 1, MAX_HITS) * self._page_s
+        worth = None if is_lost else min(node.num_hits + self._reuse.share, MAX_HITS) * self.page_s
         self._idle.add(node, 1, worth, lambda: self._evict(node))
 
     def _evict(self, node: PrefixNode) -> None:
