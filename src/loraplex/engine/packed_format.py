@@ -192,7 +192,7 @@ class _Reader:
         pieces = list(_pieces(image))
         step = sum(map(len, pieces[0]))
         offsets = range(self._offset, self._offset + len(image) * page_bytes, step)
-        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(pieces))) as threads:
+        with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))) as threads:
             for digest in threads.map(_read_piece, repeat(self._fd), pieces, offsets):
                 self._sha.update(digest)
         self._offset += len(image) * page_bytes
