@@ -34,6 +34,7 @@ from open_loop import (
     Arrival,
     Record,
     Run,
+    apart_ms,
     cap_pool,
     drive,
     evict_all,
@@ -151,8 +152,7 @@ def compare(run: Run, ideal: Run, chosen: Callable[[int, Record], bool]) -> dict
     differences = [a - b for a, b in pairs]
     return {
         "count": len(pairs),
-        "p50_ms": 1e3 * (percentile(mine, 0.5) - percentile(other, 0.5)),
-        "p99_ms": 1e3 * (percentile(mine, 0.99) - percentile(other, 0.99)),
+        **apart_ms(mine, other),
         "mean_ms": 1e3 * fmean(differences),
         "paired_p50_ms": 1e3 * median(differences),
         "paired_p99_ms": 1e3 * percentile(differences, 0.99),

@@ -231,3 +231,11 @@ def spread_ms(values: Sequence[float]) -> dict[str, Any]:
         "p99": 1e3 * percentile(values, 0.99),
         "max": 1e3 * max(values),
     }
+
+
+def apart_ms(mine: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """By how much percentiles of seconds differ, as milliseconds."""
+    return {
+        f"p{percent}_ms": 1e3 * (percentile(mine, percent / 100) - percentile(other, percent / 100))
+        for percent in (50, 99)
+    }

@@ -10,10 +10,10 @@ from statistics import fmean, median
 from typing import Any
 
 from bench_mixed_ranks import production_ranks
-from engine_runs import percentile, say, show_table
+from engine_runs import say, show_table
 from logical_adapters import Fleet, full_pool, pinned
 from loraplex.core import AdapterRef, Request
-from open_loop import STALL_S, Arrival, Record, Run, drive, make_request, random_prompt, spread_ms
+from open_loop import STALL_S, Arrival, Record, Run, apart_ms, drive, make_request, random_prompt, spread_ms
 
 WARM_PER_RANK = 4
 SHORT_PROMPT = 16
@@ -68,8 +68,7 @@ def _compare_probes(cold: dict[int, list[Record]], warm: dict[int, list[Record]]
     return {
         "cold_ms": spread_ms(mine),
         "warm_ms": spread_ms(other),
-        "p50_ms": 1e3 * (percentile(mine, 0.5) - percentile(other, 0.5)),
-        "p99_ms": 1e3 * (percentile(mine, 0.99) - percentile(other, 0.99)),
+        **apart_ms(mine, other),
         "mean_ms": 1e3 * (fmean(mine) - fmean(other)),
         "by_rank_ms": {
             str(rank): 1e3 * (median(r.ttft_s for r in cold[rank]) - median(r.ttft_s for r in warm[rank]))

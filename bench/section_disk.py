@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine_runs import percentile, show_table
+from engine_runs import show_table
 from logical_adapters import Fleet
 from loraplex.core import AdapterRef
 from loraplex.engine import Engine
 from loraplex.engine.packed_files import PackedFiles
-from open_loop import make_request, random_prompt, spread_ms, touch
+from open_loop import apart_ms, make_request, random_prompt, spread_ms, touch
 
 RANKS = (4, 8, 16, 32)
 MAX_BYTES = 64 * 2**30
@@ -105,8 +105,7 @@ def _figures(fleet: Fleet, refs: list[AdapterRef], times: dict[str, list[tuple[f
         ranked = [(seconds, fleet.rank(ref)) for seconds, ref in zip(cold, refs, strict=True)]
         figures[name] = {
             "first_token_ms": spread_ms(cold),
-            "p50_ms": 1e3 * (percentile(cold, 0.5) - percentile(warm, 0.5)),
-            "p99_ms": 1e3 * (percentile(cold, 0.99) - percentile(warm, 0.99)),
+            **apart_ms(cold, warm),
             "read_gb_s": num_bytes / sum(read) / 1e9,
             "by_rank_ms": {
                 str(rank): 1e3 * (median(seconds for seconds, own in ranked if own == rank) - median(warm))

@@ -111,7 +111,6 @@ def test_engine_measures_itself_and_leaves_nothing_behind(served: Served, *, enf
     engine.calibrate()
     assert engine.scheduler.costs.is_measured
     model = engine.scheduler.costs.model
-    print(model)
     assert 0.0 < model.fixed_ms < 1000.0
     assert min(model.token_ms, model.kv_token_ms, model.rank_ms) >= 0.0
     assert engine.scheduler.residency.cost.page_s > 0.0

@@ -1,6 +1,6 @@
 """What is told of adapters in host memory."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class HostFigures:
 class HostCounters:
     """Counts of one server."""
 
-    _from_store: LoadFigures = field(default_factory=LoadFigures)
-    _from_packed: LoadFigures = field(default_factory=LoadFigures)
+    _from_store: LoadFigures = LoadFigures()
+    _from_packed: LoadFigures = LoadFigures()
     _num_failures: int = 0
     _num_evictions: int = 0
 
