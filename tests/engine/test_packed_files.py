@@ -1,6 +1,8 @@
 """Packed adapters on disk: the same image bit for bit, or none."""
 
+import errno
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -13,8 +15,8 @@ import torch
 
 from loraplex.adapters import Adapter, AdapterLimits, load_adapter
 from loraplex.core import AdapterDigest, ConfigError
-from loraplex.engine import EngineConfig, LoadedBase, load_base, packed_files
-from loraplex.engine.host_arena import HostArena
+from loraplex.engine import EngineConfig, LoadedBase, load_base, packed_files, packed_format
+from loraplex.engine.host_arena import HostArena, LeasedPages
 from loraplex.engine.packed_files import PackedFiles, packing_stamp
 from loraplex.engine.packing import PackedAdapter, find_packing_fault, pack_adapter
 
@@ -94,7 +96,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("shape", [[-1, -1], [-1], [-2, -3], [2**40, 2**40], [0, -1], "ab", None])
+@pytest.mark.parametrize("shape", [[-1, -1], [-1], [-2, -3], [2**40, 2**40], [0, -1], [0, 2**63], "ab", None])
 def test_shape_that_cannot_be_is_damage(
     shape: object, files: PackedFiles, packed: PackedAdapter, adapter: Adapter, arena: HostArena
 ) -> None:
@@ -273,3 +275,138 @@ def test_readers_and_writers_at_once_never_see_half_a_file(
     counts = files.counts()
     assert (counts.num_dropped, counts.num_failures, counts.num_stored) == (0, 0, 40)
     assert arena.num_leased == len(packed.image)
+
+
+# ---------------------------------------------------------------------- the system's own troubles
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("call", ["open", "fstat", "preadv"])
+def test_file_that_cannot_be_read_this_time_stays(
+    code: int,
+    call: str,
+    files: PackedFiles,
+    packed: PackedAdapter,
+    adapter: Adapter,
+    arena: HostArena,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    files.store(adapter.digest, packed)
+    leased = arena.num_leased
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(os, call, fail)
+        assert files.load(adapter.digest, arena.allocate) is None
+    assert os.strerror(code) in caplog.text
+    counts = files.counts()
+    assert (counts.num_read_failures, counts.num_misses, counts.num_dropped) == (1, 1, 0)
+    assert (arena.num_leased, adapter.digest in files) == (leased, True)
+    assert files.load(adapter.digest, arena.allocate) is not None, "and is there the next time"
+
+
+# ---------------------------------------------------------------------- several pieces
+@pytest.fixture(params=[1, 2, 3])
+def pages_a_piece(request: pytest.FixtureRequest, packed: PackedAdapter, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many pages are hashed together, by four threads."""
+    count: int = request.param
+    monkeypatch.setattr(packed_format, "_PIECE_BYTES", count * page_bytes(packed))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
+    assert len(packed.image) > 2 * count
+    return count
+
+
+def page_bytes(packed: PackedAdapter) -> int:
+    return packed.image.page_elems * packed.image.dtype.itemsize
+
+
+def first_page_at(data: bytes, packed: PackedAdapter) -> int:
+    """Where in a file its pages begin; the hash is behind them."""
+    return len(data) - 32 - len(packed.image) * page_bytes(packed)
+
+
+@pytest.mark.usefixtures("pages_a_piece")
+def test_adapter_of_several_pieces_comes_back_bit_for_bit(
+    files: PackedFiles, packed: PackedAdapter, adapter: Adapter, arena: HostArena
+) -> None:
+    assert files.store(adapter.digest, packed)
+    back = files.load(adapter.digest, arena.allocate)
+    assert back is not None
+    assert torch.equal(back.image.stacked().view(torch.int16), packed.image.stacked().view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    "damage", ["swapped", "middle", "last", "twice", "cut", "cut by a piece", "longer", "a page more"]
+)
+def test_damage_to_one_of_several_pieces_is_found(
+    damage: str,
+    pages_a_piece: int,
+    files: PackedFiles,
+    packed: PackedAdapter,
+    adapter: Adapter,
+    arena: HostArena,
+) -> None:
+    files.store(adapter.digest, packed)
+    path, leased = file_of(files, adapter.digest), arena.num_leased
+    data, size = path.read_bytes(), pages_a_piece * page_bytes(packed)
+    at = first_page_at(data, packed)
+    one, two, rest = data[at : at + size], data[at + size : at + 2 * size], data[at + 2 * size :]
+    assert one != two
+    changed = {
+        "swapped": two + one + rest,
+        "middle": one + flip(0.5)(two) + rest,
+        "last": one + two + rest[:-33] + flip(0.0)(rest[-33:-32]) + rest[-32:],
+        "twice": one + one + rest,
+        "cut": one + two + rest[:-100],
+        "cut by a piece": one + rest,
+        "longer": one + two + rest + b"0" * 100,
+        "a page more": one + two + one[: page_bytes(packed)] + rest,
+    }
+    path.write_bytes(data[:at] + changed[damage])
+    assert files.load(adapter.digest, arena.allocate) is None
+    assert (files.counts().num_dropped, arena.num_leased, path.exists()) == (1, leased, False)
+
+
+@pytest.mark.usefixtures("pages_a_piece")
+def test_file_that_is_cut_while_it_is_read_is_damage(
+    files: PackedFiles, packed: PackedAdapter, adapter: Adapter, arena: HostArena
+) -> None:
+    files.store(adapter.digest, packed)
+    path, leased = file_of(files, adapter.digest), arena.num_leased
+
+    def cut_first(num_pages: int) -> LeasedPages:
+        os.truncate(path, path.stat().st_size - page_bytes(packed))
+        return arena.allocate(num_pages)
+
+    assert files.load(adapter.digest, cut_first) is None
+    assert (files.counts().num_dropped, arena.num_leased, path.exists()) == (1, leased, False)
+
+
+@pytest.mark.usefixtures("pages_a_piece")
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_adapter_is_read_without_further_threads_where_the_system_gives_none(
+    num_started: int,
+    files: PackedFiles,
+    packed: PackedAdapter,
+    adapter: Adapter,
+    arena: HostArena,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    files.store(adapter.digest, packed)
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == num_started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(threading.Thread, "start", limited)
+        back = files.load(adapter.digest, arena.allocate)
+    assert back is not None
+    assert torch.equal(back.image.stacked().view(torch.int16), packed.image.stacked().view(torch.int16))
+    assert "can't start new thread" in caplog.text
+    assert not any(thread.is_alive() for thread in started)

@@ -25,6 +25,7 @@ _PACKED_EVENTS = (
     ("dropped", "num_dropped"),
     ("evicted", "num_evicted"),
     ("write_failed", "num_failures"),
+    ("read_failed", "num_read_failures"),
 )
 
 

@@ -2,10 +2,11 @@
 
 A file is found by digest. It is used only if it is whole, is what its name says, and was packed for the same base
 sites, dtype, page and limits: that is its `stamp`. Anything else is dropped, and the adapter is packed from its
-artifact.
+artifact. A file that the system does not let be read this time stays.
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -28,6 +29,8 @@ from loraplex.pool import PoolGeometry
 _SUFFIX = ".packed"
 _TEMPORARY = ".tmp-"
 _STALE_S = 3600.0  # of temporary files that a process left
+_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # of opening a link or a socket
+_NOT_REGULAR = "it is not a regular file"
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class PackedFileCounts:
     num_dropped: int = 0
     num_evicted: int = 0
     num_failures: int = 0  # of writing
+    num_read_failures: int = 0  # by the system: the file stays
     num_bytes: int = 0  # on disk now
 
 
@@ -91,23 +95,30 @@ class PackedFiles:
             self._count("num_misses")
             self._forget(name)
             return None
-        except (Damaged, OSError, ValueError) as error:
-            # the kind of an error alone: what a file holds is not logged
-            why = str(error) if isinstance(error, Damaged) else type(error).__name__
-            _log.warning("packed adapter %s was dropped: %s", digest, why)
+        except Damaged as error:
+            _log.warning("packed adapter %s was dropped: %s", digest, error)
             self._count("num_dropped", "num_misses")
             self.remove(digest)
+            return None
+        except OSError as error:  # EMFILE, ENOMEM, EIO: of a moment, as far as is known
+            _log.warning("packed adapter %s could not be read this time: %s", digest, os.strerror(error.errno or 0))
+            self._count("num_read_failures", "num_misses")
             return None
         self._count("num_hits")
         self._touch(name)
         return packed
 
     def _read(self, name: str, digest: AdapterDigest, allocate: Allocate) -> PackedAdapter:
-        fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise Damaged(_NOT_REGULAR) from None
+            raise
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise Damaged("it is not a regular file")
+                raise Damaged(_NOT_REGULAR)
             return read_packed(fd, status.st_size, self._identity(digest), allocate)
         finally:
             os.close(fd)

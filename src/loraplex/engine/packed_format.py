@@ -9,10 +9,11 @@ in their place, of the sha256 of each piece.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
@@ -37,6 +38,8 @@ _TABLES: dict[str, np.dtype[Any]] = {
     "piece_offset": np.dtype("<i8"),
     "scale": np.dtype("<f4"),
 }
+
+_log = logging.getLogger(__name__)
 
 
 class Damaged(Exception):
@@ -151,6 +154,18 @@ def _read_piece(fd: int, piece: list[memoryview], offset: int) -> bytes:
     return _sha_of(piece)
 
 
+def _read_pieces(fd: int, pieces: list[list[memoryview]], offsets: Sequence[int]) -> list[bytes]:
+    """Fill pieces from these places of a file on; their hashes. In this thread if the system gives no others."""
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
+    if num_threads > 1:
+        try:
+            with ThreadPoolExecutor(num_threads) as threads:
+                return list(threads.map(_read_piece, repeat(fd), pieces, offsets))
+        except RuntimeError as error:  # a thread cannot be started; those that were have ended
+            _log.warning("a packed adapter is read by one thread: %s", error)
+    return [_read_piece(fd, piece, offset) for piece, offset in zip(pieces, offsets, strict=True)]
+
+
 class _Reader:
     """Reads a file from its start and hashes what it reads."""
 
@@ -184,7 +199,11 @@ class _Reader:
             raise Damaged(f"its header says nothing of {name}") from None
         if len(shape) > 2 or any(size < 0 for size in shape) or not 0 <= num_bytes <= self.left:
             raise Damaged(f"its header gives {name} a shape that cannot be")
-        return np.frombuffer(self._take(num_bytes), dtype).reshape(shape)
+        data = self._take(num_bytes)
+        try:
+            return np.frombuffer(data, dtype).reshape(shape)
+        except ValueError:  # beside a size of 0 another may be beyond what numpy takes
+            raise Damaged(f"its header gives {name} a shape that cannot be") from None
 
     def pages(self, image: LeasedPages, page_bytes: int) -> None:
         if page_bytes != _page_bytes(image):
@@ -192,9 +211,8 @@ class _Reader:
         pieces = list(_pieces(image))
         step = sum(map(len, pieces[0]))
         offsets = range(self._offset, self._offset + len(image) * page_bytes, step)
-        with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))) as threads:
-            for digest in threads.map(_read_piece, repeat(self._fd), pieces, offsets):
-                self._sha.update(digest)
+        for digest in _read_pieces(self._fd, pieces, offsets):
+            self._sha.update(digest)
         self._offset += len(image) * page_bytes
 
     def check_sha(self) -> None:
