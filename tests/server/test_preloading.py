@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from structlog.testing import CapturingLogger
 
-from loraplex.core import AdapterResidence, ConfigError, InvalidRequest, ModelNotFound
+from loraplex.core import AdapterDigest, AdapterResidence, ConfigError, InvalidRequest, ModelNotFound
 from loraplex.server import ServerConfig, preloading
 from loraplex.server.adapter_names import NamedLease
 from loraplex.server.popularity import Popularity, read_scores, write_text
@@ -171,10 +173,13 @@ async def test_name_that_does_not_exist_at_start_is_an_error_that_names_it(
         site.app.state.service.preloader.check_start()
 
 
-async def test_preloads_and_recent_ones_come_at_start_in_order(make_site: Any, tmp_path: Path) -> None:
+async def test_preloads_and_recent_ones_come_at_start_in_order(
+    make_site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recent = tmp_path / "recent.json"
     write_text(recent, Popularity({"acme/two": 9.0, "acme/gone": 7.0, "acme/one": 5.0, "acme/other": 0.5}).text())
     site = make_site(preload=("acme/one",), num_recent=3, recent_path=recent)
+    monkeypatch.setattr(preloading, "MAX_AT_ONCE", 1)
     async with running(site) as preloader:
         assert not preloader.is_ready
         await until(lambda: preloader.is_ready)
@@ -293,3 +298,157 @@ async def test_unknown_name_is_not_found_at_run_time(make_site: Any) -> None:
             await preloader.pin("acme/none")
         assert preloader.pinned == ()
         assert not await preloader.unpin("acme/none")
+
+
+# ---------------------------------------------------------------------- slow stores
+class SlowStore:
+    """Names whose weights come when `gates[name]` opens, or at once; it counts reads at once and leases."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.gates: dict[str, asyncio.Event] = {}
+        self.versions: dict[str, int] = {}
+        self.num_reading = self.most_reading = 0
+        self.num_leased = 0
+
+    def check(self, name: str) -> AdapterDigest:
+        return AdapterDigest(f"{name}@{self.versions.get(name, 1)}")
+
+    async def find(self, name: str) -> AdapterDigest:
+        return self.check(name)
+
+    async def lease(self, name: str) -> NamedLease:
+        digest = self.check(name)
+        self.num_reading += 1
+        self.most_reading = max(self.most_reading, self.num_reading)
+        try:
+            await asyncio.sleep(0.0)
+            if name in self.gates:
+                await self.gates[name].wait()
+        finally:
+            self.num_reading -= 1
+        self.num_leased += 1
+        adapter: Any = None
+        self.engine.held[digest] = adapter
+        return NamedLease(digest, self._release)
+
+    def _release(self) -> None:
+        self.num_leased -= 1
+
+
+def over(store: SlowStore, log: Any = None, **options: Any) -> Preloader:
+    config = PreloadConfig(**options)
+    return Preloader(store.engine, store, lambda digests: {}, config, log or structlog.get_logger())
+
+
+@pytest.fixture
+def store() -> SlowStore:
+    return SlowStore(FakeEngine())
+
+
+async def test_other_pins_and_unpins_do_not_wait_for_a_store_that_hangs(store: SlowStore) -> None:
+    preloader = over(store)
+    store.gates["slow"] = asyncio.Event()
+    await preloader.pin("old")
+    slow = asyncio.create_task(preloader.pin("slow"))
+    await until(lambda: store.num_reading == 1)
+    async with asyncio.timeout(2.0):
+        assert await preloader.pin("new") == "new@1"
+        assert await preloader.unpin("old")
+        assert not await preloader.unpin("old")
+    assert store.engine.pinned == {"new@1"}
+    store.gates["slow"].set()
+    assert await slow == "slow@1"
+    assert store.engine.pinned == {"new@1", "slow@1"}
+    assert store.num_leased == 2
+
+
+async def test_name_that_is_unpinned_while_it_is_read_is_not_pinned_afterwards(store: SlowStore) -> None:
+    preloader = over(store)
+    gate = store.gates["slow"] = asyncio.Event()
+    first, second = (asyncio.create_task(preloader.pin("slow")) for _ in range(2))
+    await until(lambda: store.num_reading == 2)
+    async with asyncio.timeout(2.0):
+        assert await preloader.unpin("slow")
+    third = asyncio.create_task(preloader.pin("slow"))
+    await until(lambda: store.num_reading == 3)
+    gate.set()
+    assert await asyncio.gather(first, second, third) == [None, None, "slow@1"]
+    assert (preloader.pinned, store.num_leased) == (("slow",), 1)
+    assert await preloader.unpin("slow")
+    assert (store.engine.pinned, store.num_leased) == (set(), 0)
+
+
+async def test_two_pins_of_one_name_at_once_are_one(store: SlowStore) -> None:
+    preloader = over(store)
+    gate = store.gates["slow"] = asyncio.Event()
+    calls = [asyncio.create_task(preloader.pin("slow")) for _ in range(2)]
+    await until(lambda: store.num_reading == 2)
+    gate.set()
+    assert await asyncio.gather(*calls) == ["slow@1", "slow@1"]
+    assert store.num_leased == 1
+    assert await preloader.unpin("slow")
+    assert (store.engine.pinned, store.num_leased, preloader.pinned) == (set(), 0, ())
+
+
+async def test_pinned_name_that_is_unpinned_while_its_new_version_is_read_stays_unpinned(store: SlowStore) -> None:
+    preloader = over(store, pin=("a",))
+    preloader.start()
+    try:
+        await until(lambda: store.engine.pinned == {"a@1"})
+        gate = store.gates["a"] = asyncio.Event()
+        store.versions["a"] = 2
+        await until(lambda: store.num_reading == 1)
+        async with asyncio.timeout(2.0):
+            assert await preloader.unpin("a")
+        gate.set()
+        await until(lambda: store.num_reading == 0 and store.num_leased == 0)
+        assert store.engine.pinned == set()
+    finally:
+        await preloader.close()
+
+
+async def test_what_is_asked_for_at_start_is_read_several_at_once(store: SlowStore) -> None:
+    names = tuple(f"n{number}" for number in range(40))
+    gate = asyncio.Event()
+    store.gates.update(dict.fromkeys(names[:3], gate))  # their store hangs
+    preloader = over(store, pin=names[:20], preload=names[20:])
+    preloader.start()
+    try:
+        await until(lambda: len(store.engine.pinned) == 17 and len(store.engine.preloaded) == 20)
+        assert not preloader.is_ready
+        assert store.most_reading == preloading.MAX_AT_ONCE
+        gate.set()
+        await until(lambda: preloader.is_ready)
+        assert store.engine.pinned == {f"{name}@1" for name in names[:20]}
+        assert store.num_leased == 20, "preloads are given back"
+    finally:
+        await preloader.close()
+
+
+async def test_how_many_are_still_missing_is_told_once_when_ready_no_longer_waits(
+    store: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preloading, "READY_WAIT_S", 0.1)
+    log = CapturingLogger()
+    gate = asyncio.Event()
+    store.gates.update({"a": gate, "b": gate})
+    preloader = over(store, log, pin=("a", "c"), preload=("b", "d"))
+    preloader.start()
+    try:
+        await until(lambda: preloader.is_ready)
+        await until(lambda: bool(log.calls))
+        await asyncio.sleep(0.2)
+        (told,) = log.calls
+        assert (told.method_name, told.args) == ("warning", ("preloads_late",))
+        assert told.kwargs == {"after_s": 0.1, "num_missing": 2, "names": ["a", "b"]}
+    finally:
+        await preloader.close()
+    log.calls.clear()
+    store.gates.clear()
+    again = over(store, log, pin=("a",))
+    again.start()
+    await until(lambda: again.is_ready)
+    await asyncio.sleep(0.2)
+    await again.close()
+    assert log.calls == [], "nothing was missing"

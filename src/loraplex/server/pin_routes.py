@@ -15,10 +15,14 @@ from loraplex.server.service import Service
 
 
 async def pin_adapter(service: Service, http: Request) -> Response:
-    """PUT .../pin: pin what the name stands for, now and after it moves. Pinning again changes nothing."""
+    """PUT .../pin: pin what the name stands for, now and after it moves. Pinning again changes nothing.
+
+    Where the name was unpinned meanwhile the answer says so.
+    """
     tenant, name = _adapter(http)
     digest = await service.preloader.pin(f"{tenant}/{name}")
-    await _record(service, http, tenant, name, is_pinned=True)
+    if digest is not None:
+        await _record(service, http, tenant, name, is_pinned=True)
     return _answer(tenant, name, digest)
 
 

@@ -6,7 +6,7 @@ One background task of the event loop. It moves weights only: every request stil
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,13 @@ from loraplex.server.popularity import Popularity, read_scores, write_text
 from loraplex.server.threads import WorkerThreads
 
 READY_WAIT_S = 30.0  # for which /ready may be held up
+MAX_AT_ONCE = 8  # names that are resolved and read
 TICK_S = 1.0  # between looks whether a pinned name stands for other weights
 _NOTE_S = 60.0  # between notes of what is popular
 _HALF_LIFE_S = 60.0  # of the popularity that the engine tells
 _REFILL_S = 10.0  # between looks whether popular adapters were pushed out
 _MAX_REFILLS = 8
+_MAX_SHOWN = 8  # names, in a line of the log
 
 NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
 
@@ -56,8 +58,20 @@ class _Pin:
     trouble: str | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _PinCall:
+    """A pin that is under way, and whether the name was unpinned meanwhile."""
+
+    name: str
+    is_taken_back: bool = False
+
+
 class Preloader:
-    """Belongs to one event loop. `start` it there; `close` it before the loop ends."""
+    """Belongs to one event loop. `start` it there; `close` it before the loop ends.
+
+    The lock is held for what is pinned and the engine's answer alone, never while weights are looked for or read: a
+    store that hangs holds up those names alone whose weights it has.
+    """
 
     def __init__(
         self,
@@ -75,11 +89,14 @@ class Preloader:
         self._threads = WorkerThreads(1, "loraplex-preload")
         self._pins = {name: _Pin() for name in config.pin}
         self._num_pins: Counter[AdapterDigest] = Counter()  # names that each is pinned for
-        self._lock = asyncio.Lock()
+        self._calls: set[_PinCall] = set()
+        self._lock = asyncio.Lock()  # over changes of pins, their leases and counts
         self._popularity = Popularity()
         self._task: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0  # at the latest
         self._is_done = True
+        self._coming: dict[str, None] = {}  # names that were asked for at start and have not come or failed
+        self._late: asyncio.TimerHandle | None = None
         self._noted_s = 0.0
 
     # ------------------------------------------------------------------ life
@@ -101,6 +118,8 @@ class Preloader:
         """Begin, in the running loop."""
         self._is_done, self._noted_s = False, time.monotonic()
         self._ready_at_s = self._noted_s + READY_WAIT_S
+        self._coming = dict.fromkeys((*self._config.pin, *self._config.preload))
+        self._late = asyncio.get_running_loop().call_later(READY_WAIT_S, self._tell_late)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -109,6 +128,8 @@ class Preloader:
         task, self._task = self._task, None
         if task is None:
             return
+        if self._late is not None:
+            self._late.cancel()
         task.cancel()
         await asyncio.wait({task})
         await self._guarded("popularity", self._note)
@@ -120,19 +141,19 @@ class Preloader:
             self._is_done = True
             self._log.error("preloading_stopped", error=type(error).__name__)
 
+    def _tell_late(self) -> None:
+        """The time is up for which /ready was held up."""
+        if not self._is_done:
+            names = list(self._coming)
+            self._log.warning("preloads_late", after_s=READY_WAIT_S, num_missing=len(names), names=names[:_MAX_SHOWN])
+
     async def _run(self) -> None:
-        await self._guarded("preload_recent", self._load_scores)
-        for name in tuple(self._pins):
-            await self._guarded("pin", partial(self._keep, name), name=name)
-        recent = [name for name in self._popularity.top(self._config.num_recent) if name not in self._pins]
-        for name in dict.fromkeys((*self._config.preload, *recent)):
-            await self._guarded("preload", partial(self._preload, name), name=name)
+        await self._start_all()
         self._is_done = True
         refilled = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
-            for name in tuple(self._pins):
-                await self._guarded("pin", partial(self._keep, name), name=name)
+            await self._at_once(partial(self._guarded, "pin", self._keep, name) for name in self._pins)
             now = time.monotonic()
             if now - refilled >= _REFILL_S:
                 refilled = now
@@ -140,10 +161,37 @@ class Preloader:
             if now - self._noted_s >= _NOTE_S:
                 await self._guarded("popularity", self._note)
 
-    async def _guarded(self, what: str, call: Callable[[], Awaitable[None]], **fields: str) -> None:
-        """Do a part of the work; what goes wrong is logged, and the rest goes on."""
+    async def _start_all(self) -> None:
+        """Bring what was asked for at start: pins begin first, then preloads, then what the last run used."""
+        await self._guarded("preload_recent", self._load_scores)
+        recent = self._popularity.top(self._config.num_recent)
+        wanted = dict.fromkeys((*self._config.preload, *recent))
+        pins, preloads = tuple(self._pins), [name for name in wanted if name not in self._pins]
+        self._coming = dict.fromkeys((*pins, *preloads))
+        calls = [partial(self._bring, "pin", self._keep, name) for name in pins]
+        await self._at_once([*calls, *(partial(self._bring, "preload", self._preload, name) for name in preloads)])
+
+    async def _bring(self, what: str, call: Callable[[str], Awaitable[None]], name: str) -> None:
+        await self._guarded(what, call, name)
+        self._coming.pop(name, None)
+
+    async def _at_once(self, calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
+        """Begin all in this order, so many at once."""
+        places = asyncio.Semaphore(MAX_AT_ONCE)
+
+        async def one(call: Callable[[], Awaitable[None]]) -> None:
+            async with places:
+                await call()
+
+        async with asyncio.TaskGroup() as group:
+            for call in tuple(calls):
+                group.create_task(one(call))
+
+    async def _guarded(self, what: str, call: Callable[..., Awaitable[None]], *name: str) -> None:
+        """Do a part of the work, of a name or of none; what goes wrong is logged, and the rest goes on."""
+        fields = dict(zip(("name",), name, strict=False))
         try:
-            await call()
+            await call(*name)
         except (LoraplexError, OSError) as error:
             self._log.warning("preloading_failed", what=what, error=type(error).__name__, message=str(error), **fields)
         except Exception as error:  # a bug must neither end the rest nor pass in silence
@@ -155,53 +203,73 @@ class Preloader:
         """Names that are pinned, or are to be as soon as that can be."""
         return tuple(self._pins)
 
-    async def pin(self, name: str) -> AdapterDigest:
-        """Pin what a name stands for, now and later. Raises what resolving, reading and `pin_adapter` raise."""
-        async with self._lock:
-            pin = self._pins.get(name) or _Pin()
-            digest = await self._follow(name, pin)
-            self._pins[name] = pin
-            return digest
+    async def pin(self, name: str) -> AdapterDigest | None:
+        """Pin what a name stands for, now and later; None if it was unpinned before that was done.
+
+        Raises what resolving, reading and `pin_adapter` raise.
+        """
+        call = _PinCall(name)
+        self._calls.add(call)
+        try:
+            return await self._follow(name, lambda: not call.is_taken_back)
+        finally:
+            self._calls.discard(call)
 
     async def unpin(self, name: str) -> bool:
-        """Undo it. False if the name is not pinned."""
+        """Undo it, also what is under way. False if the name is neither pinned nor about to be."""
         async with self._lock:
+            calls = [call for call in self._calls if call.name == name]
+            for call in calls:
+                call.is_taken_back = True
             pin = self._pins.pop(name, None)
             if pin is not None:
                 await self._let_go(pin)
-            return pin is not None
+            return pin is not None or bool(calls)
 
     async def _keep(self, name: str) -> None:
         """See that a pinned name's weights are pinned; log what keeps them from it, once."""
-        async with self._lock:
-            pin = self._pins.get(name)
-            if pin is None:
-                return
-            try:
-                await self._follow(name, pin)
-                pin.trouble = None
-            except LoraplexError as error:
-                if pin.trouble != error.code:
-                    self._log.warning("pin_failed", name=name, error=error.code, message=error.message)
-                pin.trouble = error.code
+        pin = self._pins.get(name)
+        if pin is None:
+            return
+        try:
+            await self._follow(name, lambda: self._pins.get(name) is pin)
+            pin.trouble = None
+        except LoraplexError as error:
+            if pin.trouble != error.code:
+                self._log.warning("pin_failed", name=name, error=error.code, message=error.message)
+            pin.trouble = error.code
 
-    async def _follow(self, name: str, pin: _Pin) -> AdapterDigest:
+    async def _follow(self, name: str, is_wanted: Callable[[], bool]) -> AdapterDigest | None:
+        """Have what a name stands for pinned; None if that is not wanted any more once it could be."""
         try:
             digest = await self._names.find(name)
         except ClientError:  # it stands for nothing any more
-            await self._let_go(pin)
+            async with self._lock:
+                if name in self._pins:
+                    await self._let_go(self._pins[name])
             raise
-        if pin.lease is not None and pin.lease.digest == digest:
+        pin = self._pins.get(name)
+        if pin is not None and pin.lease is not None and pin.lease.digest == digest:
             return digest
-        lease = await self._names.lease(name)
+        lease, is_kept = await self._names.lease(name), False
         try:
+            is_kept = await self._put(name, lease, is_wanted)
+        finally:
+            if not is_kept:
+                lease.release()
+        return lease.digest if is_wanted() else None
+
+    async def _put(self, name: str, lease: NamedLease, is_wanted: Callable[[], bool]) -> bool:
+        """Pin leased weights for a name in place of those before. False if they need not be: the lease is not kept."""
+        async with self._lock:
+            pin = self._pins.get(name) or _Pin()
+            if not is_wanted() or (pin.lease is not None and pin.lease.digest == lease.digest):
+                return False
             await self._take(lease.digest, pin)
-        except BaseException:
-            lease.release()
-            raise
-        await self._let_go(pin)
-        pin.lease = lease
-        return lease.digest
+            await self._let_go(pin)
+            pin.lease = lease
+            self._pins[name] = pin
+            return True
 
     async def _take(self, digest: AdapterDigest, pin: _Pin) -> None:
         """Pin new weights. The old ones go first only if both are too many pages."""
