@@ -12,13 +12,17 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from loraplex.cli.launch import Launched
 from loraplex.cli.listen import close_all
 from loraplex.cli.serve_settings import (
     engine_config,
     host_adapter_bytes,
+    host_memory_warning,
     open_port,
     preload_config,
     registry_config,
@@ -134,6 +138,18 @@ def test_memory_for_adapters_is_given_or_a_quarter_of_what_there_is(monkeypatch:
     for available, expected in ((80, 20), (None, 4 * 2**30)):
         monkeypatch.setattr("loraplex.engine.host_memory.available_memory", lambda found=available: found)
         assert host_adapter_bytes(None) == expected
+
+
+@pytest.mark.parametrize(("host_bytes", "is_told"), [(None, False), (2**20, False), (2**20 - 1, True)])
+def test_host_memory_that_holds_less_than_the_pool_is_told(host_bytes: int | None, is_told: bool) -> None:
+    geometry = SimpleNamespace(num_pages=256, page_bytes=4096)
+    arena = SimpleNamespace(max_bytes=host_bytes)
+    launched = SimpleNamespace(
+        base=SimpleNamespace(geometry=geometry), engine=SimpleNamespace(engine=SimpleNamespace(arena=arena))
+    )
+    warning = host_memory_warning(cast(Launched, launched))
+    assert (warning is not None) == is_told
+    assert warning is None or all(part in warning for part in ("--cpu-lora-memory", "1 MiB"))
 
 
 # ---------------------------------------------------------------------- from end to end

@@ -7,10 +7,10 @@ import pytest
 from loraplex.adapters import AdapterLimits, load_adapter
 from loraplex.core import AdapterDigest, AdapterRefused, ModelNotFound, RefusalReason
 from loraplex.core.host_memory import HostMemoryFull
-from loraplex.engine import Engine
+from loraplex.core.reloads import OFTEN
+from loraplex.engine import AsyncEngine, Engine
 from loraplex.engine.host_arena import HostArena
 from loraplex.engine.packed_files import PackedFiles, packing_stamp
-from loraplex.pool.reloads import OFTEN
 
 from ..conftest import MakeAdapter, MakeBase
 from ..oracle import GREEDY, Harness, random_prompt
@@ -124,6 +124,29 @@ def test_full_host_memory_refuses_and_room_comes_back_with_what_is_retired(
     harness.step()
     assert harness.engine.shelf.packed == {}
     assert arena.num_leased == leased - count * needed
+
+
+def test_eviction_for_room_in_host_memory_has_a_reason_of_its_own(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter
+) -> None:
+    base = tiny_base("llama")
+    harness = Harness(base)
+    client = AsyncEngine(harness.engine)
+    refs = [harness.load(name, tiny_adapter(base, seed=seed)) for seed, name in enumerate("ab")]
+    for ref, for_room in zip(refs, (True, False), strict=True):
+        assert (client.is_in_host_memory(ref.digest), client.is_in_pool(ref.digest)) == (True, False)
+        harness.answer(random_prompt(9), GREEDY, ref)
+        assert client.is_in_pool(ref.digest)
+        client.retire_adapter(ref.digest, for_room=for_room)
+        harness.step()
+        assert (client.is_in_host_memory(ref.digest), client.is_in_pool(ref.digest)) == (False, False)
+    assert dict(harness.engine.stats().evictions_by_reason) == {
+        "load": 0,
+        "start": 0,
+        "growth": 0,
+        "retired": 1,
+        "host": 1,
+    }
 
 
 def test_adapter_that_is_refused_while_it_is_packed_leaves_no_pages(

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from loraplex.core import AdapterDigest
+from loraplex.core.reloads import MAX_EVICTED, OFTEN, Reloads
 from loraplex.pool import AdapterResidency, AdapterState, EvictionReason, PagePool, Placement, ReloadCost
 from loraplex.pool.adapter_state import AdapterEvent, next_state
-from loraplex.pool.reloads import MAX_EVICTED, OFTEN, Reloads
 
 A, B, C, D = (AdapterDigest(name * 64) for name in "abcd")
 S, E = AdapterState, AdapterEvent
@@ -148,17 +148,19 @@ def cycle(num_pages: int, rounds: int) -> AdapterResidency:
 def test_reloads_are_counted_with_the_pages_that_would_have_spared_them() -> None:
     residency = cycle(4, 5)
     assert residency.reloads.count == 12, "all but the first three loads"
-    missing = residency.reloads.missing_pages(0.0)
+    missing = residency.reloads.missing(0.0)
     assert missing == 2
     assert cycle(4 + missing, 5).reloads.count == 0
 
 
 def test_a_retired_adapter_that_is_added_again_is_no_reload() -> None:
     _, residency = make_residency()
+    for reason in (None, EvictionReason.HOST):
+        use(residency, A, 0.0)
+        residency.evict(A, reason)
     use(residency, A, 0.0)
-    residency.evict(A)
-    use(residency, A, 0.0)
-    assert (residency.reloads.count, residency.reloads.missing_pages(0.0)) == (0, 0)
+    assert residency.evictions == {EvictionReason.RETIRED: 1, EvictionReason.HOST: 1}
+    assert (residency.reloads.count, residency.reloads.missing(0.0)) == (0, 0)
 
 
 def test_thrash_is_told_once_a_minute_and_forgotten_after_one() -> None:
@@ -168,8 +170,8 @@ def test_thrash_is_told_once_a_minute_and_forgotten_after_one() -> None:
         reloads.loaded(A, 0.1 * number)
         told.append(reloads.thrash(0.1 * number))
     assert told == [0] * (OFTEN - 1) + [OFTEN] + [0] * 10
-    assert reloads.missing_pages(5.0) == 3
-    assert (reloads.missing_pages(100.0), reloads.thrash(100.0)) == (0, 0)
+    assert reloads.missing(5.0) == 3
+    assert (reloads.missing(100.0), reloads.thrash(100.0)) == (0, 0)
     assert reloads.count == OFTEN + 10
 
 
@@ -180,7 +182,7 @@ def test_memory_of_evicted_adapters_is_bounded() -> None:
     reloads.loaded(AdapterDigest("0"), 0.0)
     assert reloads.count == 0
     reloads.loaded(AdapterDigest(str(3 * MAX_EVICTED - 1)), 0.0)
-    assert (reloads.count, reloads.missing_pages(0.0), len(reloads._evicted)) == (1, 1, MAX_EVICTED - 1)
+    assert (reloads.count, reloads.missing(0.0), len(reloads._evicted)) == (1, 1, MAX_EVICTED - 1)
 
 
 # ---------------------------------------------------------------------- what is told of them

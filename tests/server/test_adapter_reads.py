@@ -11,6 +11,7 @@ from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, AdapterRefused, Overloaded, OverloadReason, RefusalReason
 from loraplex.core.host_memory import HostMemoryFull
 from loraplex.core.registry_errors import ArtifactCorrupt, ArtifactMissing, StoreUnavailable
+from loraplex.server import host_adapters
 from loraplex.server.adapter_reads import NUM_READ_THREADS, AdapterSource
 from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.host_room import HostRoom, share_of
@@ -279,6 +280,34 @@ async def test_read_waits_for_memory_and_then_says_that_there_is_none() -> None:
     world.host.release("acme", A)
     await waiting
     assert (set(world.engine.held), place.num_reads, place.num_checks) == ({C}, 2, 2), "read once for both tries"
+
+
+async def test_no_more_leave_than_loads_miss_while_others_are_about_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_adapters, "_LEAVE_S", 60.0)
+    world, places = World(patience_s=5.0), [Place(digest_of(number)) for number in range(8)]
+    for place in places:
+        await world.use(place)
+    world.engine.max_held = 0  # nothing has left yet, however much is retired
+    world.engine.leaving = {place.digest for place in places}
+    waiting = [asyncio.create_task(world.use(Place(digest))) for digest in (A, B)]
+    await asyncio.sleep(0.3)
+    assert world.engine.retired == [place.digest for place in places[:2]], "each of the two misses one byte"
+    world.engine.leaving -= set(world.engine.retired)  # they have left, and somebody else took their room
+    await asyncio.sleep(0.3)
+    assert len(world.engine.retired) == 4
+    world.engine.max_held = 8
+    await asyncio.gather(*waiting)
+
+
+async def test_what_does_not_leave_in_time_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, places = World(patience_s=5.0), [Place(digest_of(number)) for number in range(2)]
+    for place in places:
+        await world.use(place)
+    world.engine.max_held, world.engine.leaving = 0, {place.digest for place in places}
+    waiting = asyncio.create_task(world.use(Place(A)))
+    await until(lambda: len(world.engine.retired) == 2)
+    world.engine.max_held = 1
+    await waiting
 
 
 # ---------------------------------------------------------------------- packed files

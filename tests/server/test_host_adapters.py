@@ -1,6 +1,7 @@
 """Adapters in host memory: one read for all who wait, leases, and the least recently used first."""
 
 import asyncio
+import logging
 import random
 import threading
 import time
@@ -13,9 +14,12 @@ import pytest
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, AdapterRefused, CallerLimitReached, Overloaded, ServerError
 from loraplex.core.registry_errors import ArtifactCorrupt
+from loraplex.core.reloads import OFTEN
+from loraplex.server import seen_adapters
 from loraplex.server.adapter_reads import AdapterSource
 from loraplex.server.host_adapters import HostAdapters, HostLoad
 from loraplex.server.host_room import HostRoom, share_of
+from loraplex.server.seen_adapters import SeenAdapters
 from loraplex.testing import FakeEngine
 
 from .helpers import until
@@ -30,7 +34,7 @@ class Host:
     """HostAdapters for one tenant, or for several that are named."""
 
     def __init__(
-        self, engine: FakeEngine, max_adapters: int, *, max_bytes: int = 10**9, patience_s: float = 0.02
+        self, engine: FakeEngine, max_adapters: int | None, *, max_bytes: int = 10**9, patience_s: float = 0.02
     ) -> None:
         self.now = 0.0
         self.adapters = HostAdapters(engine, HostRoom(max_adapters, max_bytes), patience_s, 5.0, lambda: self.now)
@@ -298,6 +302,67 @@ async def test_bytes_are_bounded_and_idle_adapters_make_room(engine: FakeEngine,
         await lease(host, store, "third", A, num_bytes=101)
 
 
+async def test_without_a_number_bytes_alone_bound_what_is_held_and_each_share(engine: FakeEngine, store: Store) -> None:
+    host, digests = Host(engine, None, max_bytes=1000), [AdapterDigest(f"{number:064x}") for number in range(750)]
+    await lease(host, store, "greedy", *digests)
+    with pytest.raises(CallerLimitReached, match=r"750 bytes \(three quarters of --cpu-lora-memory\)") as caught:
+        await lease(host, store, "greedy", A)
+    assert "--max-cpu-loras" not in caught.value.message
+    await lease(host, store, "other", A, num_bytes=250)
+    with pytest.raises(Overloaded, match=r"all in use: 1000 bytes \(--cpu-lora-memory\)"):
+        await lease(host, store, "third", B)
+    assert (len(engine.held), engine.retired) == (751, [])
+
+
+async def test_what_is_in_the_pool_leaves_host_memory_last(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 3)
+    for digest in (A, B, C):
+        await lease(host, store, TENANT, digest)
+        host.release(digest)
+    engine.in_pool = {A, B}
+    await lease(host, store, TENANT, D)
+    assert engine.retired == [C], "A was used longer ago, but it would leave the pool too"
+    await lease(host, store, "other", C)
+    assert engine.retired == [C, A], "nothing else is left"
+    assert engine.retired_for_room == [C, A]
+
+
+async def test_full_room_changes_nothing(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, None, max_bytes=100)
+    await lease(host, store, "a", A, num_bytes=60)
+    await lease(host, store, "b", B, num_bytes=30)
+    host.release(B, "b")
+    with pytest.raises(Overloaded):
+        await lease(host, store, "c", C, num_bytes=50)
+    assert (engine.retired, host.adapters.figures().num_evictions) == ([], 0)
+
+
+# ---------------------------------------------------------------------- thrash
+async def test_adapters_that_come_back_soon_are_counted_and_told_with_the_bytes_that_would_keep_them(
+    engine: FakeEngine, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def cycle(max_bytes: int) -> Host:
+        host = Host(engine, None, max_bytes=max_bytes)
+        for _ in range(OFTEN // 3 + 2):
+            for digest in (A, B, C):
+                await lease(host, store, TENANT, digest, num_bytes=10)
+                host.release(digest)
+        return host
+
+    with caplog.at_level(logging.WARNING):
+        host = await cycle(20)
+    figures = host.adapters.figures()
+    assert (figures.num_reloads, figures.reload_bytes) == (OFTEN + 3, 10)
+    (record,) = caplog.records
+    assert f"{OFTEN} adapters were read again" in record.getMessage()
+    assert "10 bytes more" in record.getMessage()
+    assert "--cpu-lora-memory, now 20 bytes" in record.getMessage()
+    assert "--max-cpu-loras" in record.getMessage()
+    host.now = 100.0
+    assert host.adapters.figures().reload_bytes == 0
+    assert (await cycle(20 + figures.reload_bytes)).adapters.figures().num_reloads == 0
+
+
 # ---------------------------------------------------------------------- what a tenant is told
 async def test_nobody_learns_from_cold_that_others_have_the_same_weights(engine: FakeEngine, store: Store) -> None:
     host, told = Host(engine, 4), []
@@ -320,6 +385,27 @@ async def test_what_a_tenant_used_long_ago_is_cold_to_it_even_if_others_keep_it(
         host.release(digest)
     load = await host.load(A, "x", store.read(A))
     assert (load.was_read, load.told_s is None) == (False, False)
+
+
+async def test_what_would_have_left_by_its_bytes_is_cold_too(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, None, max_bytes=100)
+    await lease(host, store, "other", A, num_bytes=10)
+    for digest in (A, B, C):
+        await lease(host, store, TENANT, digest, num_bytes=10 if digest is A else 50)
+        host.release(digest)
+    assert A in engine.held
+    load = await host.load(A, "x", store.read(A), num_bytes=10)
+    assert (load.was_read, load.told_s is None) == (False, False)
+
+
+def test_what_is_remembered_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen_adapters, "MAX_SEEN", 3)
+    seen = SeenAdapters(None, 100)
+    for number, (tenant, digest) in enumerate([("a", A), ("b", A), ("b", B), ("b", C)]):
+        assert not seen.lease(tenant, digest, 1), number
+    assert list(seen._tenants) == ["b"], "who was active longest ago goes first"
+    assert (seen._num_seen, seen.lease("b", A, 1), seen.lease("a", A, 1)) == (3, True, False)
+    assert (seen._num_seen, list(seen._tenants["b"].weights)) == (3, [C, A])
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -11,7 +11,7 @@ from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, EngineStats, Histogram
 from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS
 from loraplex.server.engine_metrics import MAX_LISTED_ADAPTERS
-from loraplex.server.host_figures import HostCounters, HostFigures
+from loraplex.server.host_figures import HostFigures
 from loraplex.server.metrics import Metrics
 from loraplex.testing import FakeEngine
 
@@ -116,11 +116,9 @@ def test_packed_files_are_told_by_event() -> None:
 
 
 def test_adapters_are_told_by_tier_reason_and_state() -> None:
-    counters = HostCounters()
+    host = HostFigures(11, num_failures=1, num_evictions=1, num_reloads=8, reload_bytes=4096)
     for seconds, was_packed in ((0.5, False), (1.5, False), (0.125, True)):
-        counters.loaded(seconds, was_packed=was_packed)
-    counters.failed()
-    counters.evicted()
+        host = host.loaded(seconds, was_packed=was_packed)
     stats = EngineStats(
         num_adapter_loads=7,
         adapter_load_s=0.25,
@@ -132,14 +130,20 @@ def test_adapters_are_told_by_tier_reason_and_state() -> None:
         evictions_by_reason=(("load", 5), ("growth", 1)),
         waiting_by_reason=(("slot", 6), ("pages", 2)),
     )
-    families = rendered(stats, counters.read(11))
+    families = rendered(stats, host)
     assert by_label(families["loraplex_adapter_loads"], "tier") == {"store": 2, "packed": 1, "host": 7}
     assert by_label(families["loraplex_adapter_load_seconds"], "tier") == {"store": 2.0, "packed": 0.125, "host": 0.25}
     assert by_label(families["loraplex_adapter_load_failures"], "tier") == {"store": 1, "host": 3}
     assert by_label(families["loraplex_adapter_starts"], "state") == {"warm": 9, "cold": 4}
     assert by_label(families["loraplex_adapter_evictions"], "reason") == {"load": 5, "growth": 1}
     assert by_label(families["loraplex_requests_waiting_by_reason"], "reason") == {"slot": 6, "pages": 2}
-    for name, value in (("host_evictions", 1), ("reloads", 2), ("reload_pages", 40)):
+    for name, value in (
+        ("host_evictions", 1),
+        ("host_reloads", 8),
+        ("host_reload_bytes", 4096),
+        ("reloads", 2),
+        ("reload_pages", 40),
+    ):
         assert families[f"loraplex_adapter_{name}"].samples[0].value == value
     assert families["loraplex_adapters_known"].samples[0].value == 11
 

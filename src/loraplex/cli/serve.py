@@ -12,8 +12,8 @@ from loraplex.cli.launch import Launched, cost_line, launch, ready_line
 from loraplex.cli.listen import run_bound
 from loraplex.cli.say import LogConsole, say
 from loraplex.cli.serve_settings import (
-    DEFAULT_HOST_ADAPTERS,
     engine_config,
+    host_memory_warning,
     open_port,
     preload_config,
     registry_config,
@@ -50,8 +50,7 @@ _Runtime = typer.Option(
 )
 _Root = typer.Option("--lora-root", help="Directory below which adapters may be loaded at run time (repeatable).")
 _MaxCpuLoras = typer.Option(
-    help=f"Most adapters of a registry in host memory; default: {DEFAULT_HOST_ADAPTERS}, or --max-loras if more.",
-    min=1,
+    help="Most adapters of a registry in host memory; default: as many as --cpu-lora-memory holds.", min=1
 )
 _CpuMemory = typer.Option(
     help="Memory for adapters of a registry in host memory, for example 8G, in pages of the pool; "
@@ -147,9 +146,8 @@ def serve(
     console, engine = LogConsole(stderr=True), engine_config(ctx.params)
     registry = registry_config(data_dir, database_url, artifacts_url, max_lora_rank)
     key, roots = usable_key(ctx, api_key, registry, console), runtime_roots(allow_runtime_lora_updating, lora_root)
-    room = max_cpu_loras or max(DEFAULT_HOST_ADAPTERS, max_loras)
     preloads = preload_config(pin, preload, preload_recent, data_dir)
-    config = server_config(key, room, cpu_lora_memory, roots, public_metrics, preloads)
+    config = server_config(key, max_cpu_loras, cpu_lora_memory, roots, public_metrics, preloads)
     modules, sockets = start_modules(lora_modules, registry), open_port(host, port, key, registry, insecure_no_auth)
     packed = parse_size(packed_cache_size, "--packed-cache-size")
     launched = launch(base, modules, engine, config, console, served_model_name, registry, packed)
@@ -166,6 +164,8 @@ def run(launched: Launched, sockets: list[socket], host: str, port: int, console
     if launched.base.note:
         say(console, f"note: {launched.base.note}", style="yellow")
     say(console, cost_line(launched), event="cost_model")
+    if launched.registry is not None and (warning := host_memory_warning(launched)) is not None:
+        say(console, warning, style="yellow")
     server = build_server(launched.app, RunConfig(host=host, port=port), on_ready)
     launched.engine.on_failure = lambda: setattr(server, "should_exit", True)
     gc.collect()

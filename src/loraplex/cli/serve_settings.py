@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from loraplex.cli.launch import LoraModule, parse_lora_module
+from loraplex.cli.launch import Launched, LoraModule, parse_lora_module
 from loraplex.cli.listen import bind_sockets, close_all
 from loraplex.cli.say import say
-from loraplex.cli.sizes import parse_size
+from loraplex.cli.sizes import format_size, parse_size
 from loraplex.core import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from loraplex.server import ServerConfig
     from loraplex.server.preloading import PreloadConfig
 
-DEFAULT_HOST_ADAPTERS = 256
 _DEFAULT_HOST_BYTES = 4 * 2**30  # where the system does not say how much memory there is
 
 
@@ -34,6 +33,19 @@ def host_adapter_bytes(given: str | None) -> int:
 
     available = available_memory()
     return _DEFAULT_HOST_BYTES if available is None else max(1, available // 4)
+
+
+def host_memory_warning(launched: Launched) -> str | None:
+    """A line for host memory in which fewer adapters fit than in the pool; None where it is enough."""
+    geometry, host_bytes = launched.base.geometry, launched.engine.engine.arena.max_bytes
+    pool_bytes = geometry.num_pages * geometry.page_bytes
+    if host_bytes is None or host_bytes >= pool_bytes:
+        return None
+    return (
+        f"warning: --cpu-lora-memory keeps {format_size(host_bytes)} of adapters in host memory, and the pool could "
+        f"hold {format_size(pool_bytes)}: what leaves host memory leaves the pool too, so adapters never fill more of "
+        "the pool than that. Raise --cpu-lora-memory where there is memory."
+    )
 
 
 def engine_config(flags: Mapping[str, Any]) -> "EngineConfig":
@@ -61,7 +73,7 @@ def preload_config(
 
 def server_config(
     key: str | None,
-    max_adapters: int,
+    max_adapters: int | None,
     memory: str | None,
     roots: tuple[Path, ...] | None,
     public_metrics: bool,

@@ -46,8 +46,11 @@ class EngineClient(Protocol):
         """Run a request. Closing the iterator early cancels it. Raises InvalidRequest, Overloaded or EngineDead."""
         ...
 
-    def retire_adapter(self, digest: AdapterDigest) -> None:
-        """No new requests for an adapter; its memory goes once those that run have ended. From any thread."""
+    def retire_adapter(self, digest: AdapterDigest, *, for_room: bool = False) -> None:
+        """No new requests for an adapter; its memory goes once those that run have ended. From any thread.
+
+        `for_room`: as others want its host memory; metrics tell these apart.
+        """
         ...
 
     def stats(self) -> EngineStats:

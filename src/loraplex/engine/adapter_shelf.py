@@ -12,6 +12,7 @@ from loraplex.engine.host_arena import HostArena, LeasedPages
 from loraplex.engine.loads import AdapterLoader, LoadEnded
 from loraplex.engine.packed_files import PackedFileCounts, PackedFiles
 from loraplex.engine.packing import Allocate, PackedAdapter, check_fits
+from loraplex.pool import EvictionReason
 from loraplex.scheduler import Scheduler, Sequence
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class AdapterShelf:
         self._scheduler = scheduler
         self._loader = loader
         self._counters = counters
-        self._retired: set[AdapterDigest] = set()
+        self._retired: dict[AdapterDigest, EvictionReason] = {}
         self._lock = threading.Lock()  # over changes of packed, retired and held adapters
 
     # ------------------------------------------------------------------ in host memory
@@ -63,25 +64,25 @@ class AdapterShelf:
         """Pack an adapter and keep it, also one that was retired. Raises AdapterRefused, HostMemoryFull."""
         with self._lock:
             if adapter.digest in self.packed:
-                self._retired.discard(adapter.digest)
+                self._retired.pop(adapter.digest, None)
                 return
         packed = self._pack(adapter, self._arena.allocate)
         with self._lock:
             self._put(adapter.digest, packed)
-            self._retired.discard(adapter.digest)
+            self._retired.pop(adapter.digest, None)
 
     def restore(self, digest: AdapterDigest) -> bool:
         """As `add`, from the adapter's packed file; False if there is none that can be used. Raises as `add`."""
         with self._lock:
             if digest in self.packed:
-                self._retired.discard(digest)
+                self._retired.pop(digest, None)
                 return True
         packed = self._files.load(digest, self._allocate_for_file) if self._files is not None else None
         if packed is None:
             return False
         with self._lock:
             self._put(digest, packed)
-            self._retired.discard(digest)
+            self._retired.pop(digest, None)
         return True
 
     def _allocate_for_file(self, num_pages: int) -> LeasedPages:
@@ -110,10 +111,13 @@ class AdapterShelf:
         if self.packed.setdefault(digest, packed) is not packed:
             packed.image.free()
 
-    def retire(self, digest: AdapterDigest) -> None:
-        """No new requests for it; its memory goes once the requests that run have ended."""
+    def retire(self, digest: AdapterDigest, *, for_room: bool = False) -> None:
+        """No new requests for it; its memory goes once the requests that run have ended.
+
+        `for_room`: others want its host memory, which evictions from the pool then give as their reason.
+        """
         with self._lock:
-            self._retired.add(digest)
+            self._retired[digest] = EvictionReason.HOST if for_room else EvictionReason.RETIRED
 
     def hold(self, adapter: Adapter) -> PackedAdapter:
         """Keep an adapter until `release`, beside the bound if there is no room within. Raises AdapterRefused.
@@ -127,7 +131,7 @@ class AdapterShelf:
         packed = self._pack(adapter, self._arena.allocate_apart)
         with self._lock:
             if adapter.digest not in self.packed:
-                self._retired.add(adapter.digest)
+                self._retired[adapter.digest] = EvictionReason.RETIRED
             self._put(adapter.digest, packed)
             self.held[adapter.digest] += 1
             return self.packed[adapter.digest]
@@ -143,14 +147,15 @@ class AdapterShelf:
         """Let go of what is retired and neither held, nor used by a request, nor being loaded."""
         with self._lock:
             for digest in [d for d in self._retired if not self.held[d] and not self._scheduler.uses_adapter(d)]:
-                if self._loader.is_reading(digest) or not self._scheduler.retire_adapter(digest):
+                reason = self._retired[digest]
+                if self._loader.is_reading(digest) or not self._scheduler.retire_adapter(digest, reason):
                     continue  # it is still being loaded
                 packed = self.packed.pop(digest, None)
                 if packed is not None:
                     packed.image.free()
                 self.load_s.pop(digest, None)
                 self._loader.forget(digest)
-                self._retired.discard(digest)
+                self._retired.pop(digest, None)
 
     # ------------------------------------------------------------------ without requests
     def pin(self, digest: AdapterDigest) -> None:
@@ -220,7 +225,7 @@ class AdapterShelf:
                 "in the last minute %d adapters were loaded that had been evicted shortly before; %d pages more would "
                 "have spared nine in ten of them (--kv-pages or --memory; the pool has %d pages)",
                 count,
-                reloads.missing_pages(now),
+                reloads.missing(now),
                 pool.num_pages,
             )
 

@@ -110,12 +110,18 @@ class AsyncEngine:
         """Keep an adapter that was added packed on disk, if there is a place for that. Blocks."""
         self.engine.store_adapter(digest)
 
+    def is_in_host_memory(self, digest: AdapterDigest) -> bool:
+        return digest in self.engine.shelf.packed
+
+    def is_in_pool(self, digest: AdapterDigest) -> bool:
+        return self.engine.scheduler.residency.is_placed(digest)
+
     def set_tenant_weight(self, tenant: str, weight: float) -> None:
         self.engine.set_tenant_weight(tenant, weight)
 
-    def retire_adapter(self, digest: AdapterDigest) -> None:
+    def retire_adapter(self, digest: AdapterDigest, *, for_room: bool = False) -> None:
         """No new requests for it; its memory goes once those that run have ended, at once if none does."""
-        self.engine.retire_adapter(digest)
+        self.engine.retire_adapter(digest, for_room=for_room)
         self._submit(lambda: None)  # an engine that rests would look only at its next tick
 
     def pin_adapter(self, digest: AdapterDigest) -> None:

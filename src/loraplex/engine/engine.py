@@ -162,9 +162,9 @@ class Engine:
         """Keep an adapter that was added packed on disk, if the engine has a place for that. Blocks."""
         self.shelf.store(digest)
 
-    def retire_adapter(self, digest: AdapterDigest) -> None:
-        """No new requests for it; its memory goes once the requests that run have ended."""
-        self.shelf.retire(digest)
+    def retire_adapter(self, digest: AdapterDigest, *, for_room: bool = False) -> None:
+        """As `AdapterShelf.retire`."""
+        self.shelf.retire(digest, for_room=for_room)
 
     def hold_adapter(self, adapter: Adapter) -> PackedAdapter:
         """Keep an adapter for a comparison until `release_adapter`; what is paged in. Raises AdapterRefused.

@@ -120,7 +120,7 @@ def _adapter_figures(scheduler: Scheduler, now: float) -> EngineStats:
         num_loading_adapters=len(residency.loading),
         num_failed_adapters=residency.num_failed(now),
         num_adapter_reloads=residency.reloads.count,
-        reload_pages=residency.reloads.missing_pages(now),
+        reload_pages=residency.reloads.missing(now),
         popular_adapters=tuple(
             AdapterUse(digest, popularity, residency.num_users(digest))
             for digest, popularity in residency.most_popular(NUM_POPULAR_ADAPTERS, now)

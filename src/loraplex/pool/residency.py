@@ -8,21 +8,25 @@ from dataclasses import dataclass
 from enum import Enum
 
 from loraplex.core import AdapterDigest, InvalidRequest, PageId
+from loraplex.core.reloads import Reloads
 from loraplex.pool.adapter_state import AdapterEvent, AdapterState, next_state
 from loraplex.pool.idle import IdlePages
 from loraplex.pool.pool import Lease, PagePool
-from loraplex.pool.reloads import Reloads
 
 HALF_LIFE_S = 60.0  # of an adapter's popularity
 
 
 class EvictionReason(Enum):
-    """What the pages were wanted for. RETIRED: nothing; the adapter was taken away."""
+    """What the pages were wanted for.
+
+    RETIRED and HOST: nothing; the adapter was taken away, or left host memory for others.
+    """
 
     LOAD = "load"
     START = "start"
     GROWTH = "growth"
     RETIRED = "retired"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,16 +290,17 @@ class AdapterResidency:
         worth = max(placed.popularity, 1.0) * (self.cost.fixed_s / max(num_pages, 1) + self.cost.page_s)
         self._idle.add(digest, num_pages, worth, lambda: self.evict(digest))
 
-    def evict(self, digest: AdapterDigest) -> None:
+    def evict(self, digest: AdapterDigest, reason: EvictionReason | None = None) -> None:
         """Free an idle adapter's pages. Raises KeyError for one that is not idle."""
+        reason = self._reason if reason is None else reason
         self._idle.remove(digest)
         placed = self._placed.pop(digest)
         next_state(placed.state, AdapterEvent.EVICT)
-        if self._reason is not EvictionReason.RETIRED:
+        if reason not in (EvictionReason.RETIRED, EvictionReason.HOST):  # a larger pool would not have kept those
             self.reloads.evicted(digest, placed.lease.num_pages)
         self.num_pages -= placed.lease.num_pages
         placed.lease.release()
-        self.evictions[self._reason] += 1
+        self.evictions[reason] += 1
         self.on_evict(digest)
 
     # ------------------------------------------------------------------ pins

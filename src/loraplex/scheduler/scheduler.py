@@ -240,7 +240,7 @@ class Scheduler:
         self.cache.adapter_left(digest)
         self.waiting.adapter_left(digest)
 
-    def retire_adapter(self, digest: AdapterDigest) -> bool:
+    def retire_adapter(self, digest: AdapterDigest, reason: EvictionReason = EvictionReason.RETIRED) -> bool:
         """Free the pages of an adapter that nobody uses, and of prefixes computed with it; it is pinned no more.
 
         False while it is loaded.
@@ -251,7 +251,7 @@ class Scheduler:
         if state is AdapterState.LOADING:
             return False
         if state is AdapterState.RESIDENT:
-            self.residency.evict(digest)
+            self.residency.evict(digest, reason)
         self.cache.drop(digest)
         return True
 

@@ -24,7 +24,7 @@ class ServerConfig:
     `max_body_bytes` None is what prompts of the engine's context need. `body_budget_bytes` bounds all bodies in flight;
     a tenant may have a quarter of it.
 
-    `max_host_adapters` adapters of a registry are kept in host memory, and `host_adapter_bytes` of their tensors; a
+    `host_adapter_bytes` of adapters of a registry are kept in host memory, and at most `max_host_adapters`, if given; a
     request waits up to `host_patience_s` for a place, and its adapter's files must come in `adapter_read_timeout_s`.
     `adapter_roots` are the directories below which operators may load adapters at run time; None: not at all.
     `preloads` are adapters that are brought into the pool without a request.
@@ -38,7 +38,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
     access_log: bool = True
-    max_host_adapters: int = 256
+    max_host_adapters: int | None = None
     host_adapter_bytes: int = 4 * 2**30
     host_patience_s: float = 2.0
     adapter_read_timeout_s: float = 30.0
@@ -57,7 +57,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a number above 0, got {value!r}.")
         if self.host_adapter_bytes < 1:
             raise ConfigError(f"--cpu-lora-memory must be at least 1 byte, got {self.host_adapter_bytes}.")
-        if self.max_host_adapters < 1:
+        if self.max_host_adapters is not None and self.max_host_adapters < 1:
             raise ConfigError(f"--max-cpu-loras must be at least 1, got {self.max_host_adapters}.")
 
 

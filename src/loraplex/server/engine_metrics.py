@@ -55,6 +55,7 @@ def _gauges(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
         ("adapters_ranks_last_step", "Sum of their ranks.", stats.sum_ranks),
         ("adapters_max_per_step", "Most distinct adapters a step may have.", stats.max_loras),
         ("packed_adapters_bytes", "Bytes of packed adapters on disk.", stats.packed_bytes),
+        ("adapter_host_reload_bytes", "Host memory more that would have spared nine in ten reads.", host.reload_bytes),
         ("adapter_reload_pages", "Pages more that would have spared nine in ten reloads.", stats.reload_pages),
     ):
         yield GaugeMetricFamily(f"loraplex_{name}", text, value=value)
@@ -104,8 +105,11 @@ def _adapter_counters(stats: EngineStats, host: HostFigures) -> Iterator[Metric]
         ),
     ):
         yield _labelled(CounterMetricFamily(f"loraplex_adapter_{name}", text, labels=(label,)), values)
-    left = "Adapters that left host memory for others."
-    yield CounterMetricFamily("loraplex_adapter_host_evictions", left, value=host.num_evictions)
+    for name, text, value in (
+        ("host_evictions", "Adapters that left host memory for others.", host.num_evictions),
+        ("host_reloads", "Adapters read again that had left host memory a while before.", host.num_reloads),
+    ):
+        yield CounterMetricFamily(f"loraplex_adapter_{name}", text, value=value)
 
 
 def _labelled(

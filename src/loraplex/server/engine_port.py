@@ -25,6 +25,14 @@ class ServingEngine(EngineClient, Protocol):
         """Keep an adapter that was added where `restore_adapter` finds it, if there is such a place."""
         ...
 
+    def is_in_host_memory(self, digest: AdapterDigest) -> bool:
+        """Whether an adapter that was added has not left yet, also one that was retired. Does not block."""
+        ...
+
+    def is_in_pool(self, digest: AdapterDigest) -> bool:
+        """Whether an adapter has pages of the pool, filled or being filled. Does not block."""
+        ...
+
     def set_tenant_weight(self, tenant: str, weight: float) -> None:
         """A tenant of weight 2 is served twice as much as one of weight 1, which is every tenant's at first.
 

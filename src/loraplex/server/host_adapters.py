@@ -1,27 +1,33 @@
-"""Which adapters the engine holds in host memory: an LRU that never drops what a request leases, shared by tenants."""
+"""Which adapters the engine holds in host memory: an LRU that never drops what a request leases, shared by tenants.
+
+What is in the pool goes last, as it would leave the pool too: a load into it copies from here.
+"""
 
 import asyncio
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from loraplex.core import AdapterDigest, Overloaded
 from loraplex.core.host_memory import HostMemoryFull
 from loraplex.core.registry_errors import StoreUnavailable
+from loraplex.core.reloads import Reloads
 from loraplex.server.adapter_reads import AdapterReads, AdapterSource
 from loraplex.server.engine_port import ServingEngine
-from loraplex.server.host_figures import HostCounters, HostFigures
+from loraplex.server.host_figures import HostFigures
 from loraplex.server.host_line import HostLine, Outcome, TakenTooLate, Wanted
 from loraplex.server.host_room import HostRoom
 from loraplex.server.load_backoff import LoadBackoff
+from loraplex.server.seen_adapters import SeenAdapters
 
-_MAX_TENANTS_REMEMBERED = 4096
 _ROOM_TICK_S = 0.02  # between looks whether memory has been given back
 _LEAVE_S = 0.25  # in which what was retired should have left the engine
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,14 @@ class _Entry:
         return not self.leases and not self.loads
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """An adapter that was retired: its bytes are counted on until it has left the engine, but not for ever."""
+
+    num_bytes: int
+    until_s: float
+
+
 class HostAdapters:
     """Adapters by digest within a `HostRoom`. Belongs to one event loop; reading and packing happen in threads.
 
@@ -80,10 +94,14 @@ class HostAdapters:
         self._line = HostLine(self._take, room.num_used, patience_s)
         self._patience_s = patience_s
         self._reads = AdapterReads(engine, read_timeout_s)
-        self._counters = HostCounters()
+        self._figures = HostFigures()
+        self._reloads = Reloads()  # in bytes
+        self._clock = clock
         self._backoff = LoadBackoff(clock)
         self._entries: OrderedDict[AdapterDigest, _Entry] = OrderedDict()
-        self._seen: OrderedDict[str, OrderedDict[AdapterDigest, None]] = OrderedDict()
+        self._seen = SeenAdapters(room.max_adapters, room.max_bytes)
+        self._leaving: dict[AdapterDigest, _Leaving] = {}
+        self._missing: dict[object, int] = {}  # bytes, of each load that waits for pages
 
     @property
     def num_ready(self) -> int:
@@ -91,7 +109,10 @@ class HostAdapters:
 
     def figures(self) -> HostFigures:
         """For metrics."""
-        return self._counters.read(self.num_ready)
+        reload_bytes = self._reloads.missing(self._clock())
+        return replace(
+            self._figures, num_ready=self.num_ready, num_reloads=self._reloads.count, reload_bytes=reload_bytes
+        )
 
     async def acquire(self, tenant: str, source: AdapterSource) -> HostLoad:
         """Lease an adapter for a tenant, reading it if it is not there.
@@ -114,8 +135,8 @@ class HostAdapters:
         except BaseException:
             self._drop_lease(tenant, source.digest, entry)
             raise
-        is_new = self._note_seen(tenant, source.digest)
-        return HostLoad(was_read, waited_s, entry.read_s if was_read or is_new else None)
+        was_there = self._seen.lease(tenant, source.digest, entry.num_bytes)
+        return HostLoad(was_read, waited_s, None if was_there and not was_read else entry.read_s)
 
     def release(self, tenant: str, digest: AdapterDigest) -> None:
         """Give a lease back."""
@@ -140,8 +161,12 @@ class HostAdapters:
         if not is_leased and not self._room.is_within_share(wanted.tenant, wanted.num_bytes):
             return Outcome.OVER_SHARE
         if entry is None:
-            if not may_make_room or not self._make_room(wanted.num_bytes):
+            victims = self._victims(wanted.num_bytes) if may_make_room else None
+            if victims is None:
                 return Outcome.FULL
+            self._note_load(wanted.digest)
+            for digest in victims:
+                self._retire(digest)
             entry = self._entries[wanted.digest] = _Entry(wanted.num_bytes)
             self._room.add(entry.num_bytes)
         self._entries.move_to_end(wanted.digest)
@@ -150,22 +175,47 @@ class HostAdapters:
         entry.leases[wanted.tenant] += 1
         return Outcome.TAKEN
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Retire idle adapters, the least recently used first, until there is room; none if there cannot be."""
-        idle = [digest for digest, entry in self._entries.items() if entry.is_idle]
-        idle_bytes = sum(self._entries[digest].num_bytes for digest in idle)
-        if not self._room.fits(num_bytes, len(idle), idle_bytes):
-            return False
-        for digest in idle:
-            if self._room.fits(num_bytes):
-                break
-            self._retire(digest)
-        return True
+    def _idle(self) -> list[AdapterDigest]:
+        """What may leave: first what is not in the pool, then what is, the least recently used of each first."""
+        idle = (digest for digest, entry in self._entries.items() if entry.is_idle)
+        return sorted(idle, key=self._engine.is_in_pool)
+
+    def _victims(self, num_bytes: int) -> list[AdapterDigest] | None:
+        """Which idle adapters must leave for one more of so many bytes; None if there cannot be room."""
+        victims: list[AdapterDigest] = []
+        if self._room.fits(num_bytes):
+            return victims
+        victims_bytes = 0
+        for digest in self._idle():
+            victims.append(digest)
+            victims_bytes += self._entries[digest].num_bytes
+            if self._room.fits(num_bytes, len(victims), victims_bytes):
+                return victims
+        return None
 
     def _retire(self, digest: AdapterDigest) -> None:
-        self._room.remove(self._entries.pop(digest).num_bytes)
-        self._engine.retire_adapter(digest)
-        self._counters.evicted()
+        num_bytes = self._entries.pop(digest).num_bytes
+        self._room.remove(num_bytes)
+        self._leaving[digest] = _Leaving(num_bytes, time.monotonic() + _LEAVE_S)
+        self._engine.retire_adapter(digest, for_room=True)
+        self._reloads.evicted(digest, num_bytes)
+        self._figures = replace(self._figures, num_evictions=self._figures.num_evictions + 1)
+
+    def _note_load(self, digest: AdapterDigest) -> None:
+        """An adapter comes; the log is told when such often left shortly before."""
+        now = self._clock()
+        self._leaving.pop(digest, None)
+        self._reloads.loaded(digest, now)
+        count = self._reloads.thrash(now)
+        if count:
+            _log.warning(
+                "in the last minute %d adapters were read again that had left host memory for others shortly before; "
+                "%d bytes more would have kept nine in ten of them (--cpu-lora-memory, now %d bytes; a bound by "
+                "--max-cpu-loras must leave room for as many)",
+                count,
+                self._reloads.missing(now),
+                self._room.max_bytes,
+            )
 
     def _drop_lease(self, tenant: str, digest: AdapterDigest, entry: _Entry) -> None:
         entry.leases[tenant] -= 1
@@ -180,19 +230,6 @@ class HostAdapters:
             del self._entries[digest]
             self._room.remove(entry.num_bytes)
         self._line.serve()
-
-    def _note_seen(self, tenant: str, digest: AdapterDigest) -> bool:
-        """Whether the tenant would find the weights new if it were alone here: an LRU of the server's size each."""
-        seen = self._seen.setdefault(tenant, OrderedDict())
-        self._seen.move_to_end(tenant)
-        is_new = digest not in seen
-        seen[digest] = None
-        seen.move_to_end(digest)
-        if len(seen) > self._room.max_adapters:
-            seen.popitem(last=False)
-        if len(self._seen) > _MAX_TENANTS_REMEMBERED:
-            self._seen.popitem(last=False)
-        return is_new
 
     # ------------------------------------------------------------------ reading
     def _load_of(self, tenant: str, source: AdapterSource, entry: _Entry) -> "asyncio.Task[None]":
@@ -209,11 +246,11 @@ class HostAdapters:
         try:
             was_packed = await self._reads.load(tenant, source, self._with_room)
             entry.is_ready, entry.read_s = True, time.perf_counter() - started
-            self._counters.loaded(entry.read_s, was_packed=was_packed)
+            self._figures = self._figures.loaded(entry.read_s, was_packed=was_packed)
             self._reads.keep(source.digest)
         except Exception as error:
             failure = error
-            self._counters.failed()
+            self._figures = replace(self._figures, num_failures=self._figures.num_failures + 1)
             raise
         finally:
             self._book(source, entry.loads.pop(source.key), failure)
@@ -231,28 +268,35 @@ class HostAdapters:
 
     async def _with_room(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """What `call` gives, when the engine has room for it. Raises HostMemoryFull after the patience."""
-        deadline = time.monotonic() + self._patience_s
-        retire_at = 0.0
-        while True:
-            try:
-                return await call()
-            except HostMemoryFull as error:
-                now = time.monotonic()
-                if now >= deadline:
-                    raise
-                if now >= retire_at and self._retire_idle(error.missing_bytes):
-                    retire_at = now + _LEAVE_S
-            await asyncio.sleep(_ROOM_TICK_S)
+        deadline, key = time.monotonic() + self._patience_s, object()
+        try:
+            while True:
+                try:
+                    return await call()
+                except HostMemoryFull as error:
+                    if time.monotonic() >= deadline:
+                        raise
+                    self._missing[key] = error.missing_bytes
+                    self._retire_missing()
+                await asyncio.sleep(_ROOM_TICK_S)
+                del self._missing[key]  # what it gets now must not be missed by others too
+        finally:
+            self._missing.pop(key, None)
 
-    def _retire_idle(self, num_bytes: int) -> bool:
-        """Retire idle adapters of so many bytes, the least recently used first; whether there were any."""
-        idle = [digest for digest, entry in self._entries.items() if entry.is_idle]
-        for digest in idle:
-            if num_bytes <= 0:
+    def _retire_missing(self) -> None:
+        """Retire idle adapters until what is about to leave is as much as loads miss."""
+        now = time.monotonic()
+        self._leaving = {
+            digest: one
+            for digest, one in self._leaving.items()
+            if now < one.until_s and self._engine.is_in_host_memory(digest)
+        }
+        wanted = sum(self._missing.values()) - sum(one.num_bytes for one in self._leaving.values())
+        for digest in self._idle() if wanted > 0 else ():
+            if wanted <= 0:
                 break
-            num_bytes -= self._entries[digest].num_bytes
+            wanted -= self._entries[digest].num_bytes
             self._retire(digest)
-        return bool(idle)
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:

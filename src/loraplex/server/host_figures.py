@@ -1,6 +1,6 @@
 """What is told of adapters in host memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,39 +17,18 @@ class LoadFigures:
 
 @dataclass(frozen=True, slots=True)
 class HostFigures:
-    """Adapters that are ready in host memory now, and how they came and went. All but the first only grow."""
+    """Adapters that are ready in host memory now, and how they came and went; what is not of now only grows."""
 
-    num_ready: int
+    num_ready: int = 0  # now
     from_store: LoadFigures = LoadFigures()
     from_packed: LoadFigures = LoadFigures()  # files on disk
     num_failures: int = 0
     num_evictions: int = 0
+    num_reloads: int = 0  # of adapters that left for others a while before
+    reload_bytes: int = 0  # more with which nine in ten of the last minute's would not have been
 
-
-@dataclass(slots=True)
-class HostCounters:
-    """Counts of one server."""
-
-    _from_store: LoadFigures = LoadFigures()
-    _from_packed: LoadFigures = LoadFigures()
-    _num_failures: int = 0
-    _num_evictions: int = 0
-
-    def loaded(self, seconds: float, *, was_packed: bool) -> None:
-        """An adapter came into host memory, from a packed file or from the artifact store."""
+    def loaded(self, seconds: float, *, was_packed: bool) -> "HostFigures":
+        """With one adapter more that came, from a packed file or from the artifact store."""
         if was_packed:
-            self._from_packed = self._from_packed.plus(seconds)
-        else:
-            self._from_store = self._from_store.plus(seconds)
-
-    def failed(self) -> None:
-        """An adapter did not come."""
-        self._num_failures += 1
-
-    def evicted(self) -> None:
-        """An idle adapter had to leave."""
-        self._num_evictions += 1
-
-    def read(self, num_ready: int) -> HostFigures:
-        """As they are now."""
-        return HostFigures(num_ready, self._from_store, self._from_packed, self._num_failures, self._num_evictions)
+            return replace(self, from_packed=self.from_packed.plus(seconds))
+        return replace(self, from_store=self.from_store.plus(seconds))

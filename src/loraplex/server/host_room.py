@@ -18,11 +18,12 @@ def share_of(total: int) -> int:
 class HostRoom:
     """The limits and the books; it decides nothing. A tenant uses what its requests lease, not what lies idle."""
 
-    __slots__ = ("_adapters_used", "_bytes_used", "_max_bytes", "_num_adapters", "_num_bytes", "max_adapters")
+    __slots__ = ("_adapters_used", "_bytes_used", "_num_adapters", "_num_bytes", "max_adapters", "max_bytes")
 
-    def __init__(self, max_adapters: int, max_bytes: int) -> None:
+    def __init__(self, max_adapters: int | None, max_bytes: int) -> None:
+        """`max_adapters` None: only bytes are bounded."""
         self.max_adapters = max_adapters
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._num_adapters = self._num_bytes = 0
         self._adapters_used: Counter[str] = Counter()
         self._bytes_used: Counter[str] = Counter()
@@ -37,8 +38,9 @@ class HostRoom:
 
     def fits(self, num_bytes: int, num_idle: int = 0, idle_bytes: int = 0) -> bool:
         """Whether one more adapter has room once the idle ones that are counted here have gone."""
-        free = self._max_bytes - self._num_bytes + idle_bytes
-        return self._num_adapters - num_idle < self.max_adapters and num_bytes <= free
+        free = self.max_bytes - self._num_bytes + idle_bytes
+        has_place = self.max_adapters is None or self._num_adapters - num_idle < self.max_adapters
+        return has_place and num_bytes <= free
 
     def use(self, tenant: str, num_bytes: int) -> None:
         """A tenant leases an adapter that it did not lease."""
@@ -59,24 +61,25 @@ class HostRoom:
     def is_within_share(self, tenant: str, num_bytes: int) -> bool:
         """Whether the tenant may use one more adapter; its first one may be of any size."""
         num_used, bytes_used = self._adapters_used[tenant], self._bytes_used[tenant]
-        return not num_used or (
-            num_used < share_of(self.max_adapters) and bytes_used + num_bytes <= share_of(self._max_bytes)
-        )
+        has_place = self.max_adapters is None or num_used < share_of(self.max_adapters)
+        return not num_used or (has_place and bytes_used + num_bytes <= share_of(self.max_bytes))
 
     def check_possible(self, num_bytes: int) -> None:
         """Raise AdapterRefused for an adapter that would not fit if it were alone."""
-        if num_bytes > self._max_bytes:
-            message = f"The adapter has {num_bytes} bytes; the server keeps {self._max_bytes} (--cpu-lora-memory)."
+        if num_bytes > self.max_bytes:
+            message = f"The adapter has {num_bytes} bytes; the server keeps {self.max_bytes} (--cpu-lora-memory)."
             raise AdapterRefused(RefusalReason.TOO_LARGE, message)
 
     def refusal(self, tenant: str, num_bytes: int) -> Overloaded:
         """Why a request did not get a place in time."""
         if not self.is_within_share(tenant, num_bytes):
-            num, size = share_of(self.max_adapters), share_of(self._max_bytes)
-            message = f"This tenant's requests use their share of adapters in host memory: {num}, or {size} bytes"
-            return CallerLimitReached(
-                f"{message} (three quarters of --max-cpu-loras, --cpu-lora-memory).", RETRY_AFTER_S
-            )
-        limits = f"{self.max_adapters} (--max-cpu-loras), {self._max_bytes} bytes (--cpu-lora-memory)"
-        message = f"The adapters in host memory are all in use: {limits}."
+            limit = f"{share_of(self.max_bytes)} bytes (three quarters of --cpu-lora-memory)"
+            if self.max_adapters is not None:
+                limit = f"{share_of(self.max_adapters)} (three quarters of --max-cpu-loras), or {limit}"
+            message = f"This tenant's requests use their share of adapters in host memory: {limit}."
+            return CallerLimitReached(message, RETRY_AFTER_S)
+        limit = f"{self.max_bytes} bytes (--cpu-lora-memory)"
+        if self.max_adapters is not None:
+            limit = f"{self.max_adapters} (--max-cpu-loras), {limit}"
+        message = f"The adapters in host memory are all in use: {limit}."
         return Overloaded(message, RETRY_AFTER_S, OverloadReason.HOST_MEMORY)

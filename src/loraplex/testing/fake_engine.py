@@ -141,7 +141,8 @@ class FakeEngine:
 
     With `only_held` requests for adapters that `add_adapter` did not bring are ModelNotFound. `comparison` is what
     `compare` answers, or raises; `compare_s` is how long it blocks. It holds at most `max_held` adapters. `stored` are
-    those that `restore_adapter` finds.
+    those that `restore_adapter` finds, `in_pool` those that `is_in_pool` tells; `leaving` were retired and are
+    still here.
     """
 
     base_name: str = "fake-base"
@@ -167,9 +168,12 @@ class FakeEngine:
     only_held: bool = False
     held: dict[AdapterDigest, Adapter] = field(default_factory=dict)
     retired: list[AdapterDigest] = field(default_factory=list)
+    retired_for_room: list[AdapterDigest] = field(default_factory=list)
     max_held: int | None = None
     keeps_packed: bool = False
     stored: dict[AdapterDigest, Adapter] = field(default_factory=dict)
+    in_pool: set[AdapterDigest] = field(default_factory=set)
+    leaving: set[AdapterDigest] = field(default_factory=set)
     pinned: set[AdapterDigest] = field(default_factory=set)
     pin_error: LoraplexError | None = None
     preloaded: list[tuple[AdapterDigest, bool]] = field(default_factory=list)  # and whether into free pages alone
@@ -283,10 +287,19 @@ class FakeEngine:
         """Note it in `weights`."""
         self.weights[tenant] = weight
 
-    def retire_adapter(self, digest: AdapterDigest) -> None:
+    def is_in_host_memory(self, digest: AdapterDigest) -> bool:
+        """Whether it is in `held` or `leaving`."""
+        return digest in self.held or digest in self.leaving
+
+    def is_in_pool(self, digest: AdapterDigest) -> bool:
+        """Whether it is in `in_pool`."""
+        return digest in self.in_pool
+
+    def retire_adapter(self, digest: AdapterDigest, *, for_room: bool = False) -> None:
         """Take it out of `held`."""
         with self._lock:
             self.held.pop(digest, None)
+            self.retired_for_room += [digest] if for_room else []
             self.pinned.discard(digest)
             self.retired.append(digest)
 

@@ -1,9 +1,12 @@
-"""Thrash: adapters that come back soon after they were evicted, and how much larger a pool would have kept them."""
+"""Thrash: adapters that come back soon after they were evicted, and how much larger a cache would have kept them.
+
+Of the pool, where sizes are in pages, and of host memory, where they are in bytes.
+"""
 
 import math
 from collections import OrderedDict, deque
 
-from loraplex.core import AdapterDigest
+from loraplex.core.types import AdapterDigest
 
 MAX_EVICTED = 4096  # evicted adapters that are remembered
 RECENT_S = 60.0  # reloads older than this no longer count
@@ -14,38 +17,38 @@ _RECENT = 128  # most reloads that the figure is taken from
 class Reloads:
     """Counts loads of adapters that were evicted lately.
 
-    The distance of a reload is how many pages were evicted since the adapter was: a pool larger by as much, with the
-    same order of eviction, would still have had it (Mattson's stack distance, 1970).
+    The distance of a reload is how much was evicted since the adapter was: a cache larger by as much, with the same
+    order of eviction, would still have had it (Mattson's stack distance, 1970).
     """
 
     __slots__ = ("_evicted", "_recent", "_reported_s", "_total", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        self._total = 0  # pages evicted so far
+        self._total = 0  # evicted so far
         self._evicted: OrderedDict[AdapterDigest, int] = OrderedDict()  # `_total` before each was evicted
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # when each was, and its distance
         self._reported_s = -math.inf
 
-    def evicted(self, digest: AdapterDigest, num_pages: int) -> None:
-        """An adapter left because its pages were wanted."""
+    def evicted(self, digest: AdapterDigest, size: int) -> None:
+        """An adapter left because its room was wanted."""
         self._evicted[digest] = self._total
         self._evicted.move_to_end(digest)
-        self._total += num_pages
+        self._total += size
         if len(self._evicted) > MAX_EVICTED:
             self._evicted.popitem(last=False)
 
     def loaded(self, digest: AdapterDigest, now: float) -> None:
-        """A load of an adapter begins; before pages are evicted for it."""
+        """A load of an adapter begins; before others are evicted for it."""
         before = self._evicted.pop(digest, None)
         if before is not None:
             self.count += 1
             self._recent.append((now, self._total - before))
 
-    def missing_pages(self, now: float, share: float = 0.9) -> int:
-        """Pages more with which this share of the last minute's reloads would not have been; 0 when there were none.
+    def missing(self, now: float, share: float = 0.9) -> int:
+        """What a cache must have more so that this share of the last minute's reloads would not have been.
 
-        From any thread.
+        0 when there were none. From any thread.
         """
         ordered = sorted(self._distances(now))
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0
