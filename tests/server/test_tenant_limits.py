@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.core import CallerLimitReached, InvalidRequest, Overloaded
+from loraplex.core import CallerLimitReached, InvalidRequest, Overloaded, Request, RequestOutput
 from loraplex.registry import LimitChanges, Principal, TenantLimits
 from loraplex.registry.authentication import Authenticator
 from loraplex.server.callers import LOCAL_CALLER
 from loraplex.server.tenant_limits import TenantMeters, engine_priority
+from loraplex.testing import FakeEngine
 from tests.registry.helpers import OPERATOR
 
-from .helpers import assert_error
+from .helpers import assert_error, until
 from .registry_world import BASE_NAME, Site, ask, fake_engine
 
 pytestmark = pytest.mark.anyio
@@ -241,6 +242,41 @@ async def test_what_did_not_run_costs_nothing(site: Site) -> None:
         site.engine.error = None
         assert (await complete(client, prompt="x" * 40)).status_code == 200
         assert_error(await complete(client, prompt="x" * 40), 429, code="caller_limit")
+
+
+class Prefilling(FakeEngine):
+    """Prompts give no token: those of 20 tokens and more are computed for ever, others wait in the queue."""
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        self.running[request.request_id] = request
+        request.progress.has_begun = len(request.prompt_token_ids) >= 20
+        await asyncio.Event().wait()
+        yield  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [(["x" * 39], 40), (["x" * 9], 0), (["x" * 29, "x" * 9], 30)],
+    ids=["in its prefill", "in the queue", "one of each"],
+)
+async def test_prompt_that_is_cancelled_is_paid_for_if_it_had_begun(
+    tmp_path: Path, given: list[str], taken: int, stream: bool
+) -> None:
+    site = Site(tmp_path, engine=Prefilling(description=fake_engine().description))
+    site.tenant("acme")
+    limit(site, {"tokens_per_minute": 100})
+    async with site.client(site.world.key("acme")) as client:
+        task = asyncio.create_task(complete(client, prompt=given, stream=stream))
+        await until(lambda: len(site.engine.running) == len(given))
+        meters = site.app.state.service.tenants._meters
+        bucket = meters._meters["acme"].bucket
+        assert bucket is not None
+        assert bucket.level == 100 - sum(len(text) + 1 for text in given)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert bucket.level == 100 - taken
+    site.close()
 
 
 async def test_changes_hold_for_the_next_request_without_a_query_for_each(

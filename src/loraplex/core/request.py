@@ -33,6 +33,13 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+@dataclass(slots=True, eq=False)
+class Progress:
+    """What the engine notes on a request beside its outputs. Any thread may look; the engine's alone writes."""
+
+    has_begun: bool = False  # a step with the prompt, or with what the prefix cache left of it, was planned
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One client request after parsing, authorisation and tokenisation. `adapter` None means the base, by choice.
@@ -48,6 +55,7 @@ class Request:
     tenant: str | None = None
     priority: int = 0
     deadline_s: float | None = None
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:

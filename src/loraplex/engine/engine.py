@@ -408,8 +408,8 @@ class Engine:
                 state.num_cached_tokens = seq.num_cached_tokens
             if state.served_by is None:
                 load_s = self.shelf.load_s[ref.digest] if ref is not None and seq.is_cold else 0.0
-                state.served_by = ServedBy(self.base.name, self.base.fingerprint, ref, seq.is_cold, load_s)
-                state.queue_s, state.began_s = self._now - seq.arrival_s, time.perf_counter()
+                served_by = ServedBy(self.base.name, self.base.fingerprint, ref, seq.is_cold, load_s)
+                state.begin(served_by, self._now - seq.arrival_s, time.perf_counter())
                 self._counters.queue_s.add(state.queue_s)
 
     def _observe(self, drawing: Iterable[Sequence], logits: Tensor) -> None:

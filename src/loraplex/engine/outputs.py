@@ -41,7 +41,7 @@ class _SequenceText:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request while it runs. `served_by`, `queue_s` and `began_s` are set by the first step that runs it.
+    """One request while it runs. `served_by`, `queue_s` and `began_s` are set by `begin`.
 
     Times are in seconds of one clock of the engine's choice.
     """
@@ -55,6 +55,11 @@ class RequestState:
     queue_s: float = 0.0
     began_s: float = 0.0
     first_token_s: float | None = None
+
+    def begin(self, served_by: ServedBy, queue_s: float, now: float) -> None:
+        """Note the first step that runs it."""
+        self.served_by, self.queue_s, self.began_s = served_by, queue_s, now
+        self.request.progress.has_begun = True
 
     @property
     def is_done(self) -> bool:

@@ -9,11 +9,21 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
-from loraplex.core import AdapterRef, BaseDescription, EngineDead, NonFiniteOutput, RequestOutput, ServedBy, ServerError
+from loraplex.core import (
+    AdapterRef,
+    BaseDescription,
+    EngineDead,
+    NonFiniteOutput,
+    Request,
+    RequestOutput,
+    ServedBy,
+    ServerError,
+)
 from loraplex.core.limits import MAX_MODEL_NAME_CHARS
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import ModelLease, ToldLoad
@@ -48,6 +58,7 @@ class Tally:
     first_token_at: float | None = None
     last_token_at: float | None = None
     place: TenantPlace | None = None  # that pays for the tokens
+    requests: tuple[Request, ...] = ()  # that the engine was given, by prompt index
 
     def add(self, prompt_idx: int, output: RequestOutput, now: float) -> None:
         """Book one output. `now` is in the seconds of the context's clock."""
@@ -90,6 +101,15 @@ class Tally:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(self.prompt_tokens.values())
+
+    @property
+    def num_begun_tokens(self) -> int:
+        """Of the prompts whose computation has begun, whether or not it gave a token."""
+        return sum(
+            len(request.prompt_token_ids)
+            for prompt_idx, request in enumerate(self.requests)
+            if request.progress.has_begun or prompt_idx in self.prompt_tokens
+        )
 
     @property
     def num_cached_tokens(self) -> int:
@@ -162,7 +182,7 @@ class RequestContext:
         return lease.adapter
 
 
-def context_of(request: Request) -> RequestContext:
+def context_of(request: HttpRequest) -> RequestContext:
     """The context that the middleware made for this request."""
     return cast("RequestContext", request.scope[_SCOPE_KEY])
 
@@ -226,7 +246,7 @@ class ContextMiddleware:
         if context.lease is not None:
             context.lease.release()
         if context.tally.place is not None:
-            context.tally.place.leave(ran=context.tally.served_by is not None)
+            context.tally.place.leave(context.tally.num_begun_tokens)
         seconds = time.perf_counter() - context.started_at
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         status = context.status or 500

@@ -78,7 +78,8 @@ class Job:
 async def answer(service: Service, http: HttpRequest, job: Job) -> Response:
     """Run a job. Errors before the first token are raised, so that they become HTTP errors for streams too."""
     context = context_of(http)
-    source = merge([_outputs(service.engine, request, job.deadline) for request in job.requests()])
+    requests = context.tally.requests = job.requests()
+    source = merge([_outputs(service.engine, request, job.deadline) for request in requests])
     if not job.stream:
         return await until_disconnect(http.receive, _whole_answer(job, context, source))
     try:

@@ -159,10 +159,9 @@ class TenantPlace:
         """Take tokens of the answer."""
         self._meters.charge(self._tenant, num_tokens)
 
-    def leave(self, *, ran: bool) -> None:
-        """The answer has ended. What did not run gets its prompts' tokens back."""
-        if not ran:
-            self._meters.charge(self._tenant, -self._num_prompt_tokens)
+    def leave(self, num_begun_tokens: int) -> None:
+        """The answer has ended. Tokens come back of prompts whose computation had not begun."""
+        self._meters.charge(self._tenant, num_begun_tokens - self._num_prompt_tokens)
         self._meters.leave(self._tenant, self._number, self._num_requests, self._clock())
 
 
