@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from loraplex.adapters import CatalogEntry
-from loraplex.cli.launch import LoraModule, base_warning, launch, parse_lora_module
+from loraplex.cli.launch import LoraModule, base_warning, launch, parse_lora_module, target_warning
 from loraplex.core import AdapterDigest, AdapterRef, AdapterRefused, ConfigError
 from loraplex.engine import EngineConfig
 from loraplex.server import ServerConfig
@@ -54,6 +54,21 @@ def test_json_with_an_unknown_key_is_refused_by_name(key: str) -> None:
         parse_lora_module(json.dumps({"name": "sql", "path": "x", key: "y"}))
     assert key in caught.value.message
     assert "base_model_name" in caught.value.message
+
+
+@pytest.mark.parametrize(("target_ms", "warned"), [(1e-3, True), (1e6, False), (None, False)])
+def test_a_target_that_cannot_be_kept_is_told_at_start(
+    tiny_base: MakeBase, target_ms: float | None, warned: bool
+) -> None:
+    config = EngineConfig(kv_pages=64, max_model_len=64, max_num_seqs=4, tpot_target_ms=target_ms)
+    launched = launch(tiny_base("llama"), [], config, ServerConfig(), Console(file=io.StringIO()))
+    try:
+        warning = target_warning(launched)
+    finally:
+        launched.close()
+    assert (warning is not None) == warned
+    if warning is not None:
+        assert all(part in warning for part in ("--tpot-target-ms 0.001", "4 sequences (--max-num-seqs)", "64 tokens"))
 
 
 # ---------------------------------------------------------------------- loading

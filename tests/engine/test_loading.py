@@ -78,7 +78,7 @@ def test_pool_without_a_page_is_refused(tiny_base: MakeBase) -> None:
         ("max_num_batched_tokens", True, "--max-num-batched-tokens"),
         ("max_num_seqs", 0, "--max-num-seqs"),
         ("max_loras", 0, "--max-loras"),
-        ("max_loras", None, "--max-loras"),
+        ("max_loras", 1.5, "--max-loras"),
         ("max_waiting", -3, "--max-waiting"),
     ],
 )

@@ -1,6 +1,7 @@
 """The scheduler and the pool on a virtual clock: 10,000 adapters, bursts, failures, and invariants after every step."""
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from loraplex.planner import (
 )
 from loraplex.planner.report import jain, quantile, served_between
 from loraplex.planner.workload import SimAdapter, adapter_digest
+from loraplex.scheduler import WaitReason
 from loraplex.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
 
 from ..idle import num_idle_pages
@@ -54,6 +56,89 @@ def test_ten_thousand_adapters_with_bursts_and_failures(alpha: float) -> None:
     assert run.num_failures > 0
     assert run.scheduler.residency.num_evictions > 0
     assert max(outcome.ttft_s for outcome in run.outcomes if not outcome.has_failed) < 10.0, "somebody starved"
+
+
+@dataclass
+class Watch:
+    """What a run of a full engine has come to: steps in which something waited for each reason, and out of patience."""
+
+    reasons: Counter[WaitReason] = field(default_factory=Counter)
+    num_impatient: int = 0
+    most_running: int = 0
+
+    def __call__(self, run: Simulation) -> None:
+        check(run)
+        scheduler = run.scheduler
+        patience_s = scheduler.config.adapter_patience_s
+        self.reasons.update(reason for reason, count in scheduler.waiting.num_by_reason().items() if count)
+        self.num_impatient += any(
+            seq.blocked_since_s is not None and run.now - seq.blocked_since_s > patience_s for seq in scheduler.waiting
+        )
+        self.most_running = max(self.most_running, len(scheduler.running))
+
+
+@pytest.mark.parametrize(("alpha", "rate"), [(0.8, 9.0), (1.0, 10.0), (1.2, 11.0)])
+def test_ten_thousand_adapters_near_capacity_wait_for_everything_and_nobody_starves(alpha: float, rate: float) -> None:
+    """At about nine tenths of what the device can do, whose pages hold 26 of these adapters and no KV beside them."""
+    traffic = replace(MANY, rate=rate, duration_s=20.0, output_median=400.0, alpha=alpha, burst=1.5, cv=1.5)
+    workload, device = make_workload(replace(traffic, period_s=6.0), seed=1), replace(SMALL, num_pages=500)
+    watch = Watch()
+    run = simulate(workload, OURS, replace(device, failure_share=0.06), 2, watch, max_num_seqs=32, max_loras=16)
+    check_end(run)
+    assert {WaitReason.LOAD, WaitReason.SLOT, WaitReason.PAGES, WaitReason.BUDGET} <= watch.reasons.keys()
+    assert watch.num_impatient > 0
+    assert run.max_distinct == 16
+    assert watch.most_running > 16
+    assert run.num_failures > 0
+    waits = [outcome.ttft_s for outcome in run.outcomes if not outcome.has_failed]
+    assert max(waits) < 10.0, "somebody starved"
+    assert run.now < traffic.duration_s + 5.0, "the load was beyond capacity: it says nothing about starvation"
+
+
+def test_answers_that_outgrow_the_pool_are_preempted_and_nobody_starves() -> None:
+    """Keys and values of long answers fill the pool: a whole answer takes up to 18 of 220 pages."""
+    traffic = replace(MANY, rate=8.0, duration_s=15.0, num_adapters=4, ranks=(8,), output_median=700.0, max_output=1100)
+    watch = Watch()
+    device = replace(SMALL, num_pages=220)
+    run = simulate(make_workload(traffic, seed=1), OURS, device, 2, watch, max_num_seqs=32)
+    check_end(run)
+    assert run.scheduler.num_preemptions >= 5
+    assert WaitReason.PAGES in watch.reasons
+    assert max(outcome.ttft_s for outcome in run.outcomes) < 10.0
+
+
+def test_as_many_adapters_a_step_as_sequences_know_no_cliff() -> None:
+    """Eight times as many adapters as a step may have by default, at the same load; and what a lower bound costs."""
+    traffic = Traffic(rate=25.0, duration_s=12.0, alpha=1.0, ranks=(16,), base_share=0.0, prompt_median=100.0)
+    p50, p99 = {}, {}
+    for num_adapters, max_loras in ((32, None), (256, None), (256, 8)):
+        workload = make_workload(replace(traffic, num_adapters=num_adapters), seed=3)
+        run = simulate(workload, OURS, max_num_seqs=32, max_loras=max_loras)
+        check_end(run)
+        waits = [outcome.ttft_s for outcome in run.outcomes]
+        p50[num_adapters, max_loras], p99[num_adapters, max_loras] = quantile(waits, 0.5), quantile(waits, 0.99)
+    assert p50[256, None] < 3.0 * p50[32, None]
+    assert p99[256, None] < 3.0 * p99[32, None]
+    assert p50[256, 8] > 10.0 * p50[256, None], "this load would not have shown a cliff"
+
+
+def test_target_holds_for_steps_with_prompts() -> None:
+    traffic = Traffic(rate=10.0, duration_s=8.0, num_adapters=40, ranks=(16,), prompt_median=1500.0, output_median=80.0)
+    workload = make_workload(traffic, seed=9)
+    gaps = {}
+    for target_ms in (None, 9.0):
+        run = simulate(workload, Policy("", tpot_target_ms=target_ms), max_num_seqs=32)
+        gaps[target_ms] = 1e3 * quantile([outcome.longest_gap_s for outcome in run.outcomes], 0.9)
+    assert gaps[None] > 30.0
+    assert gaps[9.0] < 9.5
+
+
+@pytest.mark.parametrize("target_ms", [3.4, 3.6])
+def test_a_target_that_the_base_misses_does_not_make_adapters_wait(target_ms: float) -> None:
+    traffic = Traffic(rate=12.0, duration_s=10.0, num_adapters=200, base_share=0.5, output_median=200.0)
+    run = simulate(make_workload(traffic, seed=1), Policy("", tpot_target_ms=target_ms), max_num_seqs=64)
+    assert make_report(run).ttft_p99_s < 0.5
+    assert run.max_distinct > 4
 
 
 def test_same_seed_gives_the_same_run() -> None:

@@ -142,7 +142,7 @@ class Driver:
     def _check_budgets(self, plan: StepPlan) -> None:
         config = self.scheduler.config
         assert 1 <= plan.num_tokens <= config.max_step_tokens
-        assert len(plan.adapters) <= config.max_loras
+        assert len(plan.adapters) <= config.max_distinct
         assert len(plan.chunks) <= len(self.scheduler.running) <= config.max_num_seqs
         assert len({chunk.seq_id for chunk in plan.chunks}) == len(plan.chunks)
         sequences = self.scheduler.sequences
@@ -192,7 +192,7 @@ class Driver:
             if not behind:
                 continue
             assert seq.adapter is not None
-            assert len(active) == config.max_loras
+            assert len(active) == config.max_distinct
             if seq.adapter in active:  # an aged one in front keeps it from holding its slot longer
                 in_front = [other for other in self.scheduler.waiting if rank[other.seq_id] < rank[seq.seq_id]]
                 assert any(other.adapter not in active for other in in_front)

@@ -37,8 +37,23 @@ def test_arithmetic_bounds_long_steps() -> None:
 def test_max_ranks_turns_the_model_round() -> None:
     ranks = H200_8B.max_ranks(5.0, 64, 64 * 512)
     assert H200_8B.step_ms(StepShape(64, 64 * 512, ranks)) == pytest.approx(5.0)
-    assert H200_8B.max_ranks(3.0, 64, 64 * 512) == 0.0
     assert CostModel(1, 1, 0, 0).max_ranks(5.0, 2, 0) == float("inf")
+
+
+@pytest.mark.parametrize("target_ms", [0.1, 3.0, 4.4, 4.5])
+def test_a_target_that_the_base_misses_leaves_adapters_a_tenth_of_a_step(target_ms: float) -> None:
+    without_ms = H200_8B.step_ms(StepShape(64, 64 * 512, 0.0))
+    assert without_ms > 4.4
+    ranks = H200_8B.max_ranks(target_ms, 64, 64 * 512)
+    assert H200_8B.step_ms(StepShape(64, 64 * 512, ranks)) == pytest.approx(1.1 * without_ms)
+
+
+def test_target_leaves_tokens_beside_keys_values_and_ranks() -> None:
+    tokens = H200_8B.max_tokens(10.0, 64 * 512, 1000.0)
+    assert H200_8B.step_ms(StepShape(tokens, 64 * 512, 1000.0)) == pytest.approx(10.0, abs=H200_8B.token_ms)
+    free = H200_8B.max_tokens(2.0, 64 * 512, 1000.0)
+    assert H200_8B.token_ms * free == pytest.approx(H200_8B.fixed_ms, abs=H200_8B.token_ms)
+    assert CostModel(1, 0, 0, 0).max_tokens(5.0, 0, 0.0) > 10**9
 
 
 @pytest.mark.parametrize("truth", [H200_8B, CPU], ids=["h200", "cpu"])
@@ -91,6 +106,7 @@ def test_an_adapter_beyond_the_target_still_runs_alone() -> None:
     world = make_world(num_pages=64, load_steps=0, tpot_target_ms=1.0)
     for _ in range(MIN_SAMPLES):
         world.scheduler.costs.add(StepShape(4, 0, 8.0), 9.0)
+        world.scheduler.costs.add(StepShape(4, 0, 0.0), 4.0)
     for number in range(3):
         world.add(make_request(4, number, max_tokens=2, ignore_eos=True), adapter_rank=64.0)
     while world.scheduler.sequences:

@@ -140,7 +140,7 @@ class World:
         config = self.scheduler.config
         assert plan.loads == ()
         assert 1 <= plan.num_tokens <= config.max_step_tokens
-        assert len(plan.adapters) <= config.max_loras
+        assert len(plan.adapters) <= config.max_distinct
         for digest, pages in plan.adapters:
             assert [self.pages.get(page) for page in pages] == [(digest, idx) for idx in range(adapter_pages(digest))]
         writers = [page for chunk in plan.chunks for page in self._written(chunk)]

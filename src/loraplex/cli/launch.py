@@ -207,12 +207,38 @@ def base_warning(entry: "CatalogEntry", served_name: str, base_dir: Path) -> str
 def cost_line(launched: Launched) -> str:
     """One line that says what a step takes here, and how that is known."""
     calibrator, target_ms = launched.engine.engine.scheduler.costs, launched.base.config.tpot_target_ms
-    target = "" if target_ms is None else f"; --tpot-target-ms {target_ms:g} bounds ranks by this"
+    target = "" if target_ms is None else f"; --tpot-target-ms {target_ms:g} bounds ranks and prompts by this"
     known = "measured now" if calibrator.is_measured else "assumed at first"
     costs = calibrator.model
     return (
         f"A step takes max({costs.fixed_ms:.3g}, {costs.token_ms:.3g} * tokens) + {costs.kv_token_ms:.3g} * KV tokens "
         f"+ {costs.rank_ms:.3g} * ranks ms, {known} and corrected by every step{target}"
+    )
+
+
+_TYPICAL_CONTEXT = 512  # tokens of a sequence, where a target is judged
+
+
+def target_warning(launched: Launched) -> str | None:
+    """A line for a `--tpot-target-ms` that cannot be kept here once all seats are taken; None where it can.
+
+    It is no error: it rests on a measurement of a moment.
+    """
+    from loraplex.scheduler import StepShape
+
+    scheduler = launched.engine.engine.scheduler
+    target_ms, costs = scheduler.config.tpot_target_ms, scheduler.costs.model
+    if target_ms is None:
+        return None
+    context, seats = min(_TYPICAL_CONTEXT, scheduler.config.max_model_len), scheduler.config.max_num_seqs
+    without_ms = costs.step_ms(StepShape(seats, seats * context, 0.0))
+    longest_ms = without_ms + costs.rank_ms * costs.max_ranks(target_ms, seats, seats * context)
+    if not longest_ms > target_ms * 1.001:
+        return None
+    return (
+        f"warning: --tpot-target-ms {target_ms:g} cannot always be kept: a step of {seats} sequences (--max-num-seqs) "
+        f"of {context} tokens takes {without_ms:.3g} ms here without an adapter and may take {longest_ms:.3g} ms with, "
+        "as adapters always get a tenth more; raise the target or lower --max-num-seqs."
     )
 
 

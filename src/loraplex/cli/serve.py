@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loraplex.cli.launch import Launched, cost_line, launch, ready_line
+from loraplex.cli.launch import Launched, cost_line, launch, ready_line, target_warning
 from loraplex.cli.listen import run_bound
 from loraplex.cli.say import LogConsole, say
 from loraplex.cli.serve_settings import (
@@ -72,7 +72,9 @@ _PublicMetrics = typer.Option(
     "--public-metrics", help="With a registry, serve /metrics without a key too; it shows names of adapters at work."
 )
 _EnableLora = typer.Option("--enable-lora", help="Accepted for vLLM's sake; adapters are always enabled.")
-_MaxLoras = typer.Option(help="Most distinct adapters in one step; reserves no memory.", min=1)
+_MaxLoras = typer.Option(
+    help="Most distinct adapters in one step; reserves no memory. Default: as many as --max-num-seqs.", min=1
+)
 _MaxRank = typer.Option(help="Refuse adapters of a higher rank; reserves no memory.", min=1)
 _Memory = typer.Option(
     help="Memory of the pool, for example 2G; --kv-pages goes first. Default: 1G on the CPU, on a GPU what "
@@ -96,7 +98,8 @@ _MaxSeqs = typer.Option(
 _MaxWaiting = typer.Option(help="Most sequences in the queue; beyond it 503.", min=1)
 _MaxWaitingTokens = typer.Option(help="Most prompt tokens in the queue; beyond it 503. Default: no bound.", min=1)
 _Target = typer.Option(
-    help="Bound the ranks of a step so that a token takes at most this many milliseconds, by what the engine measures."
+    help="Bound the ranks and prompt tokens of a step so that a token of a decoding sequence takes at most this many "
+    "milliseconds, by what the engine measures. Adapters get a tenth of a step whatever it says."
 )
 _PrefixCaching = typer.Option(help="Compute a prefix once for all requests of a tenant on the same weights.")
 _Threads = typer.Option(help="CPU threads; default: the cores this process may use.", min=1)
@@ -118,7 +121,7 @@ def serve(
     lora_root: Annotated[list[Path] | None, _Root] = None,
     public_metrics: Annotated[bool, _PublicMetrics] = False,
     enable_lora: Annotated[bool, _EnableLora] = True,
-    max_loras: Annotated[int, _MaxLoras] = 32,
+    max_loras: Annotated[int | None, _MaxLoras] = None,
     max_cpu_loras: Annotated[int | None, _MaxCpuLoras] = None,
     cpu_lora_memory: Annotated[str | None, _CpuMemory] = None,
     packed_cache_size: Annotated[str, _PackedCache] = "16G",
@@ -164,6 +167,8 @@ def run(launched: Launched, sockets: list[socket], host: str, port: int, console
     if launched.base.note:
         say(console, f"note: {launched.base.note}", style="yellow")
     say(console, cost_line(launched), event="cost_model")
+    if (warning := target_warning(launched)) is not None:
+        say(console, warning, style="yellow")
     if launched.registry is not None and (warning := host_memory_warning(launched)) is not None:
         say(console, warning, style="yellow")
     server = build_server(launched.app, RunConfig(host=host, port=port), on_ready)

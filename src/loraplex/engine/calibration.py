@@ -49,7 +49,7 @@ class _Sizes:
     @staticmethod
     def of(config: SchedulerConfig, geometry: PoolGeometry, adapter_pages: int, *, on_gpu: bool) -> "_Sizes":
         rows = min(config.max_num_seqs, 64 if on_gpu else 8, geometry.num_pages)
-        adapters = min(config.max_loras, rows, geometry.num_pages // 2 // max(adapter_pages, 1))
+        adapters = min(config.max_distinct, rows, geometry.num_pages // 2 // max(adapter_pages, 1))
         left = geometry.num_pages - adapters * adapter_pages
         rows = min(rows, left)
         context = min(_CONTEXT, config.max_model_len, left // rows * geometry.page_tokens)

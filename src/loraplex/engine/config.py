@@ -15,10 +15,10 @@ CPU_MEMORY_BYTES = 1 * GIB
 GPU_MEMORY_UTILIZATION = 0.9
 MIXED_TOKENS = 512  # of steps in which sequences decode: those that CUDA graphs are captured for
 _OPTIONAL = (
-    *("num_threads", "max_model_len", "max_num_seqs", "max_lora_rank"),
+    *("num_threads", "max_model_len", "max_num_seqs", "max_loras", "max_lora_rank"),
     *("kv_pages", "max_num_batched_tokens", "max_num_mixed_tokens", "memory_bytes", "max_waiting_tokens"),
 )
-_COUNTS = ("max_loras", "max_waiting")
+_COUNTS = ("max_waiting",)
 _FLAGS = {"memory_bytes": "--memory", "prefix_caching": "--enable-prefix-caching"}  # the others are named as the field
 
 
@@ -27,11 +27,12 @@ class EngineConfig:
     """Settings with vLLM's meanings where vLLM has them. None is resolved from the model or the machine.
 
     The pool is `kv_pages` pages, or as many as `memory_bytes` hold; on a GPU without either, what base and workspace
-    leave of `gpu_memory_utilization` of its memory. `max_loras` bounds distinct adapters in a step and `max_lora_rank`
-    is a limit: neither reserves memory. `enforce_eager`: no CUDA graphs. `max_waiting` bounds the queue in sequences,
-    `max_waiting_tokens` in prompt tokens. `tpot_target_ms` bounds the ranks of a step by what the engine has measured.
-    `max_num_mixed_tokens` bounds the tokens of a step in which sequences decode: each of them waits for the whole step.
-    `prefix_caching`: requests of a tenant share computed prefixes; those without a tenant never do.
+    leave of `gpu_memory_utilization` of its memory. `max_loras` bounds distinct adapters in a step (None: as many as
+    sequences) and `max_lora_rank` is a limit: neither reserves memory. `enforce_eager`: no CUDA graphs. `max_waiting`
+    bounds the queue in sequences, `max_waiting_tokens` in prompt tokens. `tpot_target_ms` bounds the ranks and the
+    prompt tokens of a step in which sequences decode, by what the engine has measured. `max_num_mixed_tokens` bounds
+    the tokens of a step in which sequences decode: each of them waits for the whole step. `prefix_caching`: requests of
+    a tenant share computed prefixes; those without a tenant never do.
     """
 
     dtype: str = "auto"
@@ -40,7 +41,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
-    max_loras: int = 32
+    max_loras: int | None = None
     max_lora_rank: int | None = None
     kv_pages: int | None = None
     memory_bytes: int | None = None

@@ -101,6 +101,7 @@ class Simulation:
     max_waiting: int = 0
     served: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # (time, cost in ms) of each tenant
     _loads: list[tuple[float, AdapterDigest]] = field(default_factory=list)  # in the order in which they end
+    _retry_at_s: list[float] = field(default_factory=list)  # in order
     _link_free_s: float = 0.0
     _next: int = 0
     _open: dict[SequenceId, Outcome] = field(default_factory=dict)
@@ -150,6 +151,7 @@ class Simulation:
             self.scheduler.adapter_ready(digest)
             return
         self.num_failures += 1
+        self._retry_at_s.append(self.now + _BACKOFF_S)
         for seq in self.scheduler.adapter_failed(digest, self.now + _BACKOFF_S):
             self._fail(seq)
 
@@ -176,14 +178,17 @@ class Simulation:
         return True
 
     def _leap(self) -> bool:
-        """To the next arrival or the end of a load."""
+        """To the next arrival, the end of a load, or the time in which one that failed is tried again."""
         events = [self._loads[0][0]] if self._loads else []
+        if self.scheduler.waiting and self._retry_at_s:
+            events.append(self._retry_at_s[0])
         if self._next < len(self.workload.requests):
             events.append(self.workload.requests[self._next].arrival_s)
         if not events:
             assert not self.scheduler.sequences, "sequences wait and nothing will ever happen"
             return False
         self.now = max(self.now, min(events))
+        self._retry_at_s = [at_s for at_s in self._retry_at_s if at_s > self.now]
         return True
 
     def _run(self, plan: StepPlan) -> None:
@@ -242,7 +247,6 @@ def make_simulation(
         "max_model_len": 4096,
         "max_step_tokens": 2048,
         "max_num_seqs": 64,
-        "max_loras": 32,
         "load_ahead": policy.load_ahead,
         "max_load_pages": max(1, 2**29 // device.page_bytes),
         "fair_shares": policy.fair_shares,

@@ -171,7 +171,7 @@ class Admission:
         active = turn.active
         if seq.adapter is None or seq.adapter in active:
             return None
-        if len(active) >= self._config.max_loras:
+        if len(active) >= self._config.max_distinct:
             return WaitReason.SLOT
         limit = turn.max_ranks
         if limit is not None and active and sum(active.values()) + seq.adapter_rank > limit:

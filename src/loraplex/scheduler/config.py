@@ -13,17 +13,19 @@ _KNOBS = {"max_step_tokens": "--max-num-batched-tokens"}  # flags with vLLM's na
 class SchedulerConfig:
     """Budgets of a step and bounds of the queue.
 
-    `max_loras` bounds the distinct adapters of a step and reserves no memory. `adapter_patience_s`: how long a request
-    that waits for an adapter's turn may be overtaken by requests whose adapter already runs. The base may overtake it
-    after that as well. `aging_s`: who has waited so long counts as of the highest priority that waits.
+    `max_loras` bounds the distinct adapters of a step and reserves no memory (None: as many as sequences).
+    `adapter_patience_s`: how long a request that waits for an adapter's turn may be overtaken by requests whose adapter
+    already runs. The base may overtake it after that as well. `aging_s`: who has waited so long counts as of the
+    highest priority that waits.
 
     `max_mixed_tokens` bounds a step in which sequences decode, which wait for the prompts in it (None: no bound of its
     own). A prompt that comes beside them takes more steps.
 
     `load_ahead`: adapters are loaded beside steps, with at most `max_load_pages` pages on their way (None: no bound);
-    without, a step waits for the adapters that it brings in. `tpot_target_ms` bounds the ranks of a step by the
-    calibrated cost model. `fair_shares`: tenants are served by what they were served, not by age alone.
-    `max_waiting_tokens` bounds the prompt tokens of the queue.
+    without, a step waits for the adapters that it brings in. `tpot_target_ms` bounds, by the calibrated cost model, the
+    ranks of a step and its prompt tokens where sequences decode; `CostModel` says what both get at least.
+    `fair_shares`: tenants are served by what they were served, not by age alone. `max_waiting_tokens` bounds the prompt
+    tokens of the queue.
 
     `reload` and `prefix_page_s` say what bringing an adapter back and computing a cached page again take; with 0 the
     least recently used goes first.
@@ -33,7 +35,7 @@ class SchedulerConfig:
     max_step_tokens: int = 512
     max_num_seqs: int = 64
     max_mixed_tokens: int | None = None
-    max_loras: int = 32
+    max_loras: int | None = None
     adapter_patience_s: float = 0.5
     aging_s: float = 10.0
     load_ahead: bool = False
@@ -48,7 +50,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_step_tokens", "max_num_seqs", "max_loras"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 knob = _KNOBS.get(name, "--" + name.replace("_", "-"))
                 raise ConfigError(f"{name} must be at least 1, got {value}; set {knob}.")
         if self.max_step_tokens < self.max_num_seqs:
@@ -72,3 +74,8 @@ class SchedulerConfig:
         target = self.tpot_target_ms
         if target is not None and not (math.isfinite(target) and target > 0):
             raise ConfigError(f"tpot_target_ms must be a number of milliseconds above 0, got {target}.")
+
+    @property
+    def max_distinct(self) -> int:
+        """Most distinct adapters of a step."""
+        return self.max_num_seqs if self.max_loras is None else self.max_loras

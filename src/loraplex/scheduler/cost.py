@@ -5,11 +5,13 @@ weights takes `fixed_ms` however few tokens there are; beyond a number of tokens
 """
 
 import math
+import sys
 from dataclasses import dataclass
 
 MIN_SAMPLES = 32  # steps seen before a calibrated model is trusted
 SOLVE_EVERY = 16
 FORGET = 0.998  # weight of the step before; about 500 steps are remembered
+LEAST_RANKS_SHARE = 0.1  # of a step without ranks: time that adapters get whatever the target
 CLIP = 4.0  # typical residuals that a step may be off before it counts as this much off
 _PRIOR = 1e-7  # weight of the start values; so little that a feature seen a few times overrules it
 _SIZE = 4
@@ -39,11 +41,20 @@ class CostModel:
         return dense + self.kv_token_ms * shape.num_kv_tokens + self.rank_ms * shape.sum_ranks
 
     def max_ranks(self, target_ms: float, num_tokens: int, num_kv_tokens: int) -> float:
-        """Sum of distinct ranks with which such a step takes `target_ms`; 0 if it takes longer even without."""
-        left = target_ms - self.step_ms(StepShape(num_tokens, num_kv_tokens, 0.0))
+        """Sum of distinct ranks with which such a step takes `target_ms`.
+
+        It is at least what makes the step a tenth longer than it is without: where the base alone misses the target,
+        adapters one after another would wait for ever and help little.
+        """
+        without_ms = self.step_ms(StepShape(num_tokens, num_kv_tokens, 0.0))
         if self.rank_ms <= 0.0:
-            return math.inf if left >= 0.0 else 0.0
-        return max(0.0, left / self.rank_ms)
+            return math.inf
+        return max(target_ms - without_ms, LEAST_RANKS_SHARE * without_ms) / self.rank_ms
+
+    def max_tokens(self, target_ms: float, num_kv_tokens: int, sum_ranks: float) -> int:
+        """Tokens with which such a step takes `target_ms`; at least those that cost nothing beside the weights."""
+        left_ms = target_ms - self.kv_token_ms * num_kv_tokens - self.rank_ms * sum_ranks
+        return int(max(self.fixed_ms, left_ms) / self.token_ms) if self.token_ms > 0.0 else sys.maxsize
 
     @property
     def tokens_per_rank(self) -> float:

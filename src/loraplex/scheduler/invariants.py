@@ -33,7 +33,7 @@ def check_sequences(
 def check_pages(parts: Parts) -> None:
     """Raises AssertionError unless adapters are in use by what runs, and every page is free or somebody's."""
     pins = Counter(seq.adapter for seq in parts.running if seq.adapter is not None)
-    assert len(pins) <= parts.config.max_loras
+    assert len(pins) <= parts.config.max_distinct
     for digest in parts.residency.resident:
         assert parts.residency.num_users(digest) == pins[digest]
     own = sum(seq.lease.num_pages for seq in parts.running if seq.lease)

@@ -10,6 +10,9 @@ from loraplex.scheduler.plan import AdapterLoad
 from loraplex.scheduler.preloads import Preloads
 from loraplex.scheduler.sequence import Sequence
 
+_AHEAD = 4  # sequences beyond the free seats that adapters are loaded for: one in so many of all seats
+_LEAST_AHEAD = 8
+
 
 class LoadAhead:
     """Starts loads. Adapters come in the order in which their sequences will start, so the first in the queue is never
@@ -31,20 +34,24 @@ class LoadAhead:
         in_turn: Iterable[Sequence],
         unplaced: Collection[AdapterDigest],
         spare_pages: Callable[[], int],
+        num_running: int,
         now: float,
     ) -> tuple[AdapterLoad, ...]:
         """Lease pages for adapters of waiting sequences; the pages that are to be filled.
 
-        `unplaced`: adapters that are waited for and have no pages. A load takes only what `spare_pages` and the
-        sequences before it leave, and evicts no adapter that one of those waits for. The first that does not fit stops
-        those behind it.
+        `unplaced`: adapters that are waited for and have no pages. Loads are for those who would take the free seats
+        and some behind them: who came far behind would lose its pages again to who goes before it. A load takes only
+        what `spare_pages` and the sequences before it leave, and evicts no adapter that one of those waits for. The
+        first that does not fit stops those behind it.
         """
         if not unplaced:
             return ()
         loads = []
+        most = self._config.max_num_seqs
+        most_ahead = most - num_running + max(_LEAST_AHEAD, most // _AHEAD)
         ahead, left = spare_pages(), set(unplaced)
         wanted: set[AdapterDigest] = set()
-        for seq in islice(in_turn, self._config.max_num_seqs):
+        for seq in islice(in_turn, most_ahead):
             ahead += self._geometry.pages_for_tokens(seq.num_tokens)
             if seq.adapter is None or seq.adapter in wanted:
                 continue

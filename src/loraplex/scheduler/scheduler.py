@@ -188,7 +188,8 @@ class Scheduler:
         self.waiting.look(self.residency.is_resident)
         parts = self._parts
         pinned = self._placed(self.preloads.start_pinned(parts.num_growing, now))  # before it is seen what is left
-        others = [*self._load_ahead.start(parts.in_turn(now), self.waiting.unplaced, parts.spare_pages, now)]
+        ahead = parts.in_turn(now), self.waiting.unplaced, parts.spare_pages
+        others = [*self._load_ahead.start(*ahead, len(self.running), now)]
         if not self.waiting:
             others += self.preloads.start_next(parts.spare_pages, now)
         return (*pinned, *self._placed(others))
@@ -346,8 +347,8 @@ class Scheduler:
                 decodes.append(seq)
             elif missing > 1:
                 prefills.append(seq)
-        if decodes and self.config.max_mixed_tokens is not None:
-            budget = min(budget, self.config.max_mixed_tokens)
+        if decodes:
+            budget = min(budget, self._max_mixed_tokens(len(decodes)))
         for seq in decodes + prefills:
             num_tokens = len(seq.token_ids)
             if budget == 0:
@@ -362,6 +363,16 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.num_tokens
         return budget
+
+    def _max_mixed_tokens(self, num_decodes: int) -> int:
+        """Tokens of a step in which so many sequences decode and wait for it; a page of a prompt always fits."""
+        target, most = self.config.tpot_target_ms, self.config.max_mixed_tokens or self.config.max_step_tokens
+        if target is None or not self.costs.is_ready:
+            return most
+        ranks = {seq.adapter: seq.adapter_rank for seq in self.running}
+        num_kv_tokens = sum(seq.num_tokens for seq in self.running)
+        within_target = self.costs.model.max_tokens(target, num_kv_tokens, sum(ranks.values()))
+        return min(most, max(within_target, num_decodes + self.geometry.page_tokens))
 
     def _grow(self, seq: Sequence, order: list[Sequence]) -> bool:
         """Get pages for all its tokens, preempting the last in `order` until they are there; False if that is itself.
