@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
@@ -22,13 +22,12 @@ from loraplex.cli.admin_command import (
 )
 from loraplex.cli.effects import Effect, effect_of, effect_warning
 from loraplex.cli.progress import progress_bar
-from loraplex.cli.source import opened
 from loraplex.cli.tables import adapter_table, base_lines, move_table, verification_table, version_table
 from loraplex.core import ClientError, InvalidRequest, ModelNotFound
 from loraplex.core.registry_errors import PermissionDenied
-from loraplex.registry import Role, VersionState
-from loraplex.server.admin_operations import BaseClaim
-from loraplex.server.admin_views import AdapterView, AliasView, VerificationView, VerifiedView, VersionView
+
+if TYPE_CHECKING:
+    from loraplex.server.admin_views import AdapterView, AliasView, VerificationView, VerifiedView, VersionView
 
 app = typer.Typer(help="Adapters: add, look at, verify, activate, roll back, delete, grant.", no_args_is_help=True)
 
@@ -44,7 +43,9 @@ _Base = Annotated[
 ]
 _BaseName = typer.Option(help="Name of the base in requests, which no adapter may have; default: the directory's name.")
 _Device = Annotated[str, typer.Option(help="Where to compare on a data directory: auto, cpu, cuda or cuda:<number>.")]
-_Source = typer.Argument(help="Adapter directory, or hf:org/repo[/folder][@revision] of Hugging Face (extra hub).")
+_Source = typer.Argument(
+    help="Adapter directory, or hf:org/repo@revision or hf:org/repo/folder@revision of Hugging Face (extra hub)."
+)
 _Fingerprint = typer.Option(
     help="Fingerprint of the base that the adapter was trained on (loraplex fingerprint), unless the file names it."
 )
@@ -73,6 +74,9 @@ def add(
 
     Ends with status 1 if the comparison fails; the version is kept then, and cannot be activated.
     """
+    from loraplex.cli.source import opened
+    from loraplex.server.admin_operations import BaseClaim
+
     _check_claim(base_fingerprint, base_unverified)
     if skip_verification:
         _check_may_skip(session)
@@ -215,7 +219,7 @@ def revoke(
 
 
 # ---------------------------------------------------------------------- inside
-def _gate(session: Session, at: Address, base: LocalBase | None, skip: bool) -> VerifiedView:
+def _gate(session: Session, at: Address, base: LocalBase | None, skip: bool) -> "VerifiedView":
     """Run the comparison, or record that it was left out."""
     assert at.version is not None
     if skip:
@@ -226,6 +230,8 @@ def _gate(session: Session, at: Address, base: LocalBase | None, skip: bool) -> 
 
 def _newest(session: Session, at: Address) -> int:
     """The newest version that has files. Raises InvalidRequest if there is none."""
+    from loraplex.registry import VersionState
+
     versions = session.client.show_adapter(at.tenant, at.name).versions
     numbers = [one.version for one in versions if one.state not in (VersionState.REFUSED, VersionState.DELETED)]
     if not numbers:
@@ -244,27 +250,31 @@ def _check_claim(base_fingerprint: str | None, base_unverified: bool) -> None:
 
 def _check_may_skip(session: Session) -> None:
     """Before anything is sent. Raises PermissionDenied."""
+    from loraplex.registry import Role
+
     role = session.client.whoami().role
     if role is not Role.OPERATOR:
         raise PermissionDenied(f"--skip-verification is for operators, and this key is a {role.value}'s.")
 
 
-def _warn(session: Session, verification: VerificationView, label: str) -> None:
+def _warn(session: Session, verification: "VerificationView", label: str) -> None:
     """Of an adapter that changes nothing, or next to nothing."""
     warning = effect_warning(verification, label)
     if warning is not None:
         session.say(warning, style="yellow")
 
 
-def _last_verification(session: Session, at: Address) -> VerificationView | None:
+def _last_verification(session: Session, at: Address) -> "VerificationView | None":
     """The last attempt of the gate on a version."""
     attempts = session.client.show_adapter(at.tenant, at.name).verifications
     found = [one for one in attempts if one.version == at.version]
     return found[-1] if found else None
 
 
-def _effects(session: Session, adapters: Iterable[AdapterView]) -> dict[str, Effect]:
+def _effects(session: Session, adapters: "Iterable[AdapterView]") -> dict[str, Effect]:
     """What verified adapters do, by `tenant/name`. Lists do not tell, so each is asked about."""
+    from loraplex.registry import VersionState
+
     effects = {}
     for adapter in adapters:
         version = adapter.active_version or adapter.latest_version
@@ -290,7 +300,7 @@ def _expected(session: Session, tenant: str, name: str, expect: str | None) -> i
         return None
 
 
-def _adapters(session: Session, tenant: str | None) -> Iterator[AdapterView]:
+def _adapters(session: Session, tenant: str | None) -> "Iterator[AdapterView]":
     """The adapters of one tenant, or of all that the caller may manage."""
     tenants = [tenant] if tenant is not None else _tenants(session)
     for owner in tenants:
@@ -299,13 +309,15 @@ def _adapters(session: Session, tenant: str | None) -> Iterator[AdapterView]:
 
 
 def _tenants(session: Session) -> list[str]:
+    from loraplex.registry import Role
+
     caller = session.client.whoami()
     if caller.role is not Role.OPERATOR:
         return [caller.tenant]
     return [tenant.tenant for page in pages(session.client.list_tenants) for tenant in page.tenants]
 
 
-def _answer_added(session: Session, verified: VerifiedView, alias: AliasView | None) -> None:
+def _answer_added(session: Session, verified: "VerifiedView", alias: "AliasView | None") -> None:
     document = {
         "version": verified.version.model_dump(mode="json"),
         "verification": verified.verification.model_dump(mode="json"),
@@ -319,12 +331,12 @@ def _answer_added(session: Session, verified: VerifiedView, alias: AliasView | N
     session.answer(document, *shown)
 
 
-def _answer_moved(session: Session, alias: AliasView, before: int | None) -> None:
+def _answer_moved(session: Session, alias: "AliasView", before: int | None) -> None:
     name = f"{alias.tenant}/{alias.name}"
     session.answer(alias, f"{name} stands for version {alias.active} now; before: {before or 'none'}.")
 
 
-def _outcome(verified: VerifiedView) -> str:
+def _outcome(verified: "VerifiedView") -> str:
     """One line on how the gate went."""
     one, label = verified.verification, _label(verified.version)
     if one.skipped:
@@ -338,5 +350,5 @@ def _outcome(verified: VerifiedView) -> str:
     return f"{label} is verified: {figures}, KL {one.kl:.3g} nats, effect {one.effect:.3g}."
 
 
-def _label(version: VersionView) -> str:
+def _label(version: "VersionView") -> str:
     return f"{version.tenant}/{version.name}@{version.version}"

@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console, RenderableType
 
 from loraplex.cli.admin_client import AdminClient, Place, open_client
 from loraplex.cli.say import say
 from loraplex.core import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _P = ParamSpec("_P")
 _PIPE_COLUMNS = 200  # of a table that is not shown on a terminal
@@ -44,10 +46,10 @@ class Session:
     out: Console = field(default_factory=lambda: _console(sys.stdout))
     err: Console = field(default_factory=lambda: Console(stderr=True))
 
-    def answer(self, value: BaseModel | dict[str, Any], *shown: RenderableType) -> None:
+    def answer(self, value: "BaseModel | dict[str, Any]", *shown: RenderableType) -> None:
         """Print the JSON document, or what people read: text as it is, tables drawn."""
         if self.as_json:
-            document = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+            document = value if isinstance(value, dict) else value.model_dump(mode="json")
             sys.stdout.write(json.dumps(document, indent=2) + "\n")
             return
         for one in shown:

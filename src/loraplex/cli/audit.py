@@ -1,13 +1,14 @@
 """`loraplex audit`: who changed what, and whether the record is whole."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraplex.cli.admin_command import Session, admin_command, own_tenant
 from loraplex.cli.tables import audit_table, finding_table
-from loraplex.registry import Role
-from loraplex.server.admin_views import AuditEntryView
+
+if TYPE_CHECKING:
+    from loraplex.server.admin_views import AuditEntryView
 
 app = typer.Typer(help="The audit log: list what happened, verify that it is whole.", no_args_is_help=True)
 _Last = typer.Option(help="Only the last entries.", min=1)
@@ -51,11 +52,13 @@ def verify(
 
 def _allowed(session: Session) -> str | None:
     """None, which is all, for operators; else the caller's own tenant."""
+    from loraplex.registry import Role
+
     caller = session.client.whoami()
     return None if caller.role is Role.OPERATOR else caller.tenant
 
 
-def _entries(session: Session, tenant: str) -> list[AuditEntryView]:
+def _entries(session: Session, tenant: str) -> "list[AuditEntryView]":
     entries: list[AuditEntryView] = []
     after: int | None = 0
     while after is not None:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import httpx
-
 _MAX_TOKENS = 40
 _TIMEOUT_S = 300.0
 
@@ -37,6 +35,8 @@ class Answer:
 
 def ask(url: str, question: Question) -> Answer:
     """One chat completion, or the error."""
+    import httpx
+
     body = {
         "model": question.model,
         "messages": [{"role": "user", "content": question.text}],

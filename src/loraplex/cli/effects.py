@@ -1,8 +1,10 @@
 """Whether an adapter changes anything: what the figures of the gate say, in words."""
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from loraplex.server.admin_views import VerificationView
+if TYPE_CHECKING:
+    from loraplex.server.admin_views import VerificationView
 
 NOTE = "no-op: changes nothing; faint: changes no logit by more than rounding may"
 
@@ -15,7 +17,7 @@ class Effect(StrEnum):
     SEEN = "seen"
 
 
-def effect_of(one: VerificationView) -> Effect | None:
+def effect_of(one: "VerificationView") -> Effect | None:
     """From the figures of one attempt of the gate; None where it was skipped or failed."""
     if not one.passed or one.effect is None or one.tolerance is None:
         return None
@@ -24,7 +26,7 @@ def effect_of(one: VerificationView) -> Effect | None:
     return Effect.FAINT if one.effect <= one.tolerance else Effect.SEEN
 
 
-def effect_warning(one: VerificationView, label: str) -> str | None:
+def effect_warning(one: "VerificationView", label: str) -> str | None:
     """A line for an adapter that does nothing, or little; None for others."""
     effect = effect_of(one)
     if effect is Effect.NO_OP:

@@ -1,6 +1,7 @@
 """`loraplex key`: API keys."""
 
 import time
+from enum import StrEnum
 from functools import partial
 from typing import Annotated
 
@@ -8,7 +9,6 @@ import typer
 
 from loraplex.cli.admin_command import Session, admin_command, own_tenant, pages, parse_age
 from loraplex.cli.tables import key_table
-from loraplex.registry import Role
 
 app = typer.Typer(help="API keys: create, list, revoke.", no_args_is_help=True)
 _Tenant = Annotated[str | None, typer.Option(help="Whose keys; default: the tenant of the key that is used.")]
@@ -17,18 +17,28 @@ _Adapter = typer.Option(help="The only model that it may call: name, or tenant/n
 _Expires = typer.Option(help="When it ends: 30m, 12h, 90d or 4w from now; default: never.")
 
 
+class KeyRole(StrEnum):
+    """As `registry.Role`, without the registry's packages, which take long to import for a page of help."""
+
+    TENANT = "tenant"
+    TENANT_ADMIN = "tenant_admin"
+    OPERATOR = "operator"
+
+
 @app.command()
 @admin_command
 def create(
     session: Session,
     tenant: _Tenant = None,
-    role: Annotated[Role, _Role] = Role.TENANT,
+    role: Annotated[KeyRole, _Role] = KeyRole.TENANT,
     adapter: Annotated[str | None, _Adapter] = None,
     expires_in: Annotated[str | None, _Expires] = None,
 ) -> None:
     """Make a key and print it: the only time that it can be seen."""
+    from loraplex.registry import Role
+
     expires_at = time.time() + parse_age(expires_in) if expires_in is not None else None
-    created = session.client.create_key(_tenant(session, tenant), role, adapter, expires_at)
+    created = session.client.create_key(_tenant(session, tenant), Role(role), adapter, expires_at)
     key = created.key
     session.say(f"Key {key.key_id} of {key.tenant}, role {key.role.value}. It is not shown again.")
     session.answer(created, created.api_key)

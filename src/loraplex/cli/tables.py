@@ -1,6 +1,7 @@
 """Tables of the administrator's commands."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.markup import escape
@@ -9,16 +10,18 @@ from rich.table import Table
 from loraplex.cli.admin_command import show_day, show_time
 from loraplex.cli.effects import NOTE, Effect
 from loraplex.cli.sizes import format_size
-from loraplex.server.admin_views import (
-    AdapterDetailView,
-    AdapterView,
-    AuditEntryView,
-    FindingView,
-    KeyView,
-    TenantView,
-    VerificationView,
-    VersionView,
-)
+
+if TYPE_CHECKING:
+    from loraplex.server.admin_views import (
+        AdapterDetailView,
+        AdapterView,
+        AuditEntryView,
+        FindingView,
+        KeyView,
+        TenantView,
+        VerificationView,
+        VersionView,
+    )
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _SHORT = 12  # digits of a digest
@@ -33,7 +36,7 @@ def describe_targets(targets: Sequence[str]) -> str:
     return ",".join(target.removesuffix("_proj") for target in targets)
 
 
-def adapter_table(adapters: Iterable[AdapterView], effects: Mapping[str, Effect]) -> Table:
+def adapter_table(adapters: "Iterable[AdapterView]", effects: Mapping[str, Effect]) -> Table:
     """Every adapter with the facts of its active version, or of its latest where none is active.
 
     `effects` is what they do, by `tenant/name`; only what does little is marked.
@@ -56,7 +59,7 @@ def adapter_table(adapters: Iterable[AdapterView], effects: Mapping[str, Effect]
     return table
 
 
-def version_table(versions: Iterable[VersionView], active: int | None) -> Table:
+def version_table(versions: "Iterable[VersionView]", active: int | None) -> Table:
     """Versions of one adapter; the active one has a star. Their bases are `base_lines`."""
     table = _table("version", "state", "rank", "targets", "bytes", "digest", "made", "by", caption="*: active")
     for version in versions:
@@ -67,7 +70,7 @@ def version_table(versions: Iterable[VersionView], active: int | None) -> Table:
     return table
 
 
-def base_lines(versions: Iterable[VersionView]) -> list[str]:
+def base_lines(versions: "Iterable[VersionView]") -> list[str]:
     """The base of each version, in full: one line for those that share it."""
     groups: dict[str, list[str]] = {}
     for version in versions:
@@ -76,7 +79,7 @@ def base_lines(versions: Iterable[VersionView]) -> list[str]:
     return [f"{text}: version {', '.join(numbers)}" for text, numbers in groups.items()]
 
 
-def verification_table(verifications: Iterable[VerificationView]) -> Table:
+def verification_table(verifications: "Iterable[VerificationView]") -> Table:
     """Attempts of the gate."""
     table = _table("version", "result", "logit difference", "KL nats", "effect", "at", "by")
     for one in verifications:
@@ -86,7 +89,7 @@ def verification_table(verifications: Iterable[VerificationView]) -> Table:
     return table
 
 
-def move_table(detail: AdapterDetailView) -> Table:
+def move_table(detail: "AdapterDetailView") -> Table:
     """How the name moved from version to version."""
     table = _table("move", "from", "to", "at", "by")
     for move in detail.moves:
@@ -94,7 +97,7 @@ def move_table(detail: AdapterDetailView) -> Table:
     return table
 
 
-def tenant_table(tenants: Iterable[TenantView]) -> Table:
+def tenant_table(tenants: "Iterable[TenantView]") -> Table:
     """Tenants, whether they are switched on, and their limits."""
     table = _table("tenant", "made", "disabled", "weight", "priority", "requests", "tokens/min")
     for tenant in tenants:
@@ -104,7 +107,7 @@ def tenant_table(tenants: Iterable[TenantView]) -> Table:
     return table
 
 
-def key_table(keys: Iterable[KeyView]) -> Table:
+def key_table(keys: "Iterable[KeyView]") -> Table:
     """Keys without their secrets."""
     table = _table("key", "role", "made", "ends", "bound to")
     for key in keys:
@@ -115,7 +118,7 @@ def key_table(keys: Iterable[KeyView]) -> Table:
     return table
 
 
-def audit_table(entries: Iterable[AuditEntryView]) -> Table:
+def audit_table(entries: "Iterable[AuditEntryView]") -> Table:
     """What happened, oldest first."""
     table = _table("entry", "at", "by", "action", "details")
     for entry in entries:
@@ -125,7 +128,7 @@ def audit_table(entries: Iterable[AuditEntryView]) -> Table:
     return table
 
 
-def finding_table(findings: Iterable[FindingView]) -> Table:
+def finding_table(findings: "Iterable[FindingView]") -> Table:
     """What is wrong with an audit log."""
     table = _table("finding", "chain", "entry", "message")
     for one in findings:
@@ -153,20 +156,20 @@ def _add(table: Table, *cells: object) -> None:
     table.add_row(*(escape(str(_or_dash(cell))) for cell in cells))
 
 
-def _state(version: VersionView) -> str:
+def _state(version: "VersionView") -> str:
     return version.state.value if version.refusal is None else f"refused {version.refusal}"
 
 
-def _base(version: VersionView) -> str:
+def _base(version: "VersionView") -> str:
     return version.base_fingerprint[:_SHORT] + ("" if _is_base_known(version) else " ?")
 
 
-def _is_base_known(version: VersionView) -> bool:
+def _is_base_known(version: "VersionView") -> bool:
     """Where it was refused, nobody needs to know."""
     return version.base_verified or version.refusal is not None
 
 
-def _facts(version: VersionView) -> list[object]:
+def _facts(version: "VersionView") -> list[object]:
     """Rank, targets and bytes."""
     return [
         version.rank,

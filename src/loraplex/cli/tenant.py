@@ -3,14 +3,16 @@
 import math
 import re
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraplex.cli.admin_command import Session, admin_command, pages
 from loraplex.cli.tables import tenant_table
 from loraplex.core import InvalidRequest
-from loraplex.registry import LimitChanges
+
+if TYPE_CHECKING:
+    from loraplex.registry import LimitChanges
 
 app = typer.Typer(help="Tenants: create, list, switch off and on, limit. For operators.", no_args_is_help=True)
 _Name = Annotated[str, typer.Argument(help="Name of the tenant: a-z 0-9 . _ -, at most 64 characters.")]
