@@ -238,6 +238,22 @@ def test_target_bounds_the_time_of_a_token() -> None:
     assert bound.max_distinct < free.max_distinct
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_pool_larger_by_the_figure_spares_about_nine_in_ten_reloads(prefix_caching: bool) -> None:
+    """Cached prefixes push adapters out too, so they count; those of adapters that left go first, so they do not."""
+    traffic = Traffic(rate=20.0, duration_s=30.0, num_adapters=300, ranks=(8, 16), base_share=0.0, prompt_median=300.0)
+    workload, policy = make_workload(traffic, seed=1), Policy("", prefix_caching=prefix_caching)
+
+    def reloads(num_pages: int) -> tuple[int, int]:
+        run = simulate(workload, policy, SimDevice(num_pages=num_pages))
+        return run.scheduler.residency.reloads.count, run.scheduler.residency.reloads.missing(run.now)
+
+    count, missing = reloads(3000)
+    assert count > 30
+    assert reloads(3000 + missing)[0] <= 0.2 * count
+    assert reloads(3000 + missing // 4)[0] > 0.3 * count, "a quarter of it would have done"
+
+
 def test_shared_beginnings_are_computed_once() -> None:
     traffic = Traffic(rate=20.0, duration_s=6.0, num_adapters=20, shared_len=512, prompt_median=40.0)
     workload = make_workload(traffic, seed=6)

@@ -25,7 +25,7 @@ class Reloads:
 
     def __init__(self) -> None:
         self.count = 0
-        self._total = 0  # evicted so far
+        self._total = 0  # evicted so far, adapters or not
         self._evicted: OrderedDict[AdapterDigest, int] = OrderedDict()  # `_total` before each was evicted
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # when each was, and its distance
         self._reported_s = -math.inf
@@ -37,6 +37,10 @@ class Reloads:
         self._total += size
         if len(self._evicted) > MAX_EVICTED:
             self._evicted.popitem(last=False)
+
+    def also_evicted(self, size: int) -> None:
+        """Something else left because room was wanted: a larger cache would have kept that too."""
+        self._total += size
 
     def loaded(self, digest: AdapterDigest, now: float) -> None:
         """A load of an adapter begins; before others are evicted for it."""

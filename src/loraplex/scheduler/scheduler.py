@@ -61,6 +61,7 @@ class Scheduler:
         self.residency = AdapterResidency(self.pool, idle, config.reload)
         self.cache = PrefixCache(self.pool, idle, geometry.page_tokens, config.prefix_page_s)
         self.residency.on_evict = self._adapter_left
+        self.cache.on_evict = lambda: self.residency.reloads.also_evicted(1)
         self.waiting = WaitingQueue(self.residency.is_placed)  # oldest first
         self.preloads = Preloads(config, self.pool, self.residency)
         self._parts = Parts(config, geometry, self.pool, self.residency, self.cache, self.waiting, self.preloads)
