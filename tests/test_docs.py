@@ -21,6 +21,7 @@ from loraplex.server.metrics import Metrics
 from loraplex.server.residency_routes import RESIDENCY_ROUTES
 from loraplex.server.routes import ROUTES
 from loraplex.server.schema import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TokenizeBody
+from loraplex.server.waiters import Waiters
 from loraplex.testing import FakeEngine
 
 ROOT = Path(__file__).parents[1]
@@ -188,7 +189,7 @@ def test_every_limit_is_documented_beside_its_field() -> None:
 
 # ---------------------------------------------------------------------- metrics
 def test_every_metric_is_documented_with_its_type() -> None:
-    metrics = Metrics(FakeEngine().stats, lambda: HostFigures(0))
+    metrics = Metrics(FakeEngine().stats, lambda: HostFigures(0), Waiters(FakeEngine()).figures)
     metrics.observe_http("/health", 200)
     scraped = re.findall(r"^# TYPE (\S+) (\S+)$", metrics.render().decode(), re.MULTILINE)
     actual = {name: kind for name, kind in scraped if not name.endswith("_created")}

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from loraplex.core import AdapterRef, Histogram, SamplingParams, Timings
+from loraplex.core import AdapterRef, Histogram, Request, RequestId, SamplingParams, Timings
 from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HistogramCounter, distinct_bucket
 
 from ..conftest import MakeAdapter, MakeBase
@@ -50,6 +50,48 @@ def test_timings_are_of_the_queue_the_prompt_and_the_rest(tiny_base: MakeBase) -
 
 def test_engines_without_clocks_tell_of_no_time() -> None:
     assert Timings() == Timings(0.0, 0.0, 0.0)
+
+
+# ---------------------------------------------------------------------- pages and host memory
+def test_idle_adapters_and_prefixes_are_pages_that_could_be_evicted(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter
+) -> None:
+    harness, (ref,) = engine_with(tiny_base, tiny_adapter, 1)
+    assert harness.engine.stats().num_idle_pages == 0
+    harness.engine.add_request(Request(RequestId("r"), random_prompt(40), LONG, ref, "acme"), harness.now)
+    harness.step()
+    running = harness.engine.stats()
+    assert running.num_free_pages + running.num_idle_pages < running.num_pages
+    harness.run()
+    stats = harness.engine.stats()
+    assert stats.num_adapter_pages > 0
+    assert stats.num_cached_pages > 0
+    assert stats.num_idle_pages == stats.num_adapter_pages + stats.num_cached_pages
+    assert stats.num_free_pages + stats.num_idle_pages == stats.num_pages
+
+
+def test_host_memory_is_told(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> None:
+    harness, refs = engine_with(tiny_base, tiny_adapter, 2)
+    memory, arena = harness.engine.stats().host_memory, harness.engine.arena
+    num_pages = sum(packed.num_pages for packed in harness.engine.shelf.packed.values())
+    assert (memory.num_adapters, memory.leased_bytes) == (2, num_pages * arena.page_bytes)
+    assert (memory.held_bytes, memory.max_bytes) == (arena.held_bytes, None)
+    for ref in refs:
+        harness.engine.retire_adapter(ref.digest)
+    harness.step()
+    after = harness.engine.stats().host_memory
+    assert (after.num_adapters, after.leased_bytes, after.held_bytes) == (0, 0, memory.held_bytes)
+
+
+def test_names_at_work_begin_with_those_of_most_sequences_and_the_latest(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter
+) -> None:
+    harness, (a, b, c) = engine_with(tiny_base, tiny_adapter, 3)
+    for ref in (a, b, c, b):
+        harness.add(random_prompt(5), LONG, ref)
+    assert harness.engine.stats().waiting_adapters == ("a1", "a2", "a0")
+    harness.step()
+    assert harness.engine.stats().running_adapters == ("a1", "a2", "a0")
 
 
 # ---------------------------------------------------------------------- steps

@@ -9,10 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, EngineStats, Histogram
-from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS
+from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HostMemory
 from loraplex.server.engine_metrics import MAX_LISTED_ADAPTERS
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.metrics import Metrics
+from loraplex.server.waiters import Stage, StageFigures
 from loraplex.testing import FakeEngine
 
 from .helpers import BASE, completion
@@ -95,13 +96,41 @@ def test_pool_usage_and_long_name_lists() -> None:
     assert labels["waiting_lora_adapters"].count(",") == MAX_LISTED_ADAPTERS - 1
 
 
+def test_what_could_be_evicted_now_is_no_use_of_the_pool() -> None:
+    families = rendered(EngineStats(num_pages=10, num_free_pages=1, num_idle_pages=7))
+    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
+        assert families[name].samples[0].value == pytest.approx(0.2)
+    assert families["loraplex_pages_idle"].samples[0].value == 7
+    torn = rendered(EngineStats(num_pages=10, num_free_pages=4, num_idle_pages=7))  # read while pages were evicted
+    assert torn["vllm:kv_cache_usage_perc"].samples[0].value == 0.0
+
+
+def test_host_memory_is_told_in_bytes_and_adapters() -> None:
+    families = rendered(EngineStats(host_memory=HostMemory(3, 4096, 1024, 8192)))
+    for name, value in (("adapters", 3), ("held_bytes", 4096), ("leased_bytes", 1024), ("max_bytes", 8192)):
+        assert families[f"loraplex_host_memory_{name}"].samples[0].value == value
+    assert rendered(EngineStats())["loraplex_host_memory_max_bytes"].samples[0].value == float("inf")
+
+
+def test_who_waits_for_host_memory_is_told_by_stage_and_counted_among_all_who_wait() -> None:
+    waiting = (StageFigures(Stage.PLACE, 5, 1.5), StageFigures(Stage.READ, 2, 0.25))
+    families = rendered(EngineStats(num_waiting=8, waiting_by_reason=(("slot", 8),)), waiting=waiting)
+    assert by_label(families["loraplex_host_waiting"], "stage") == {"place": 5, "read": 2}
+    assert by_label(families["loraplex_host_waiting_age_seconds"], "stage") == {"place": 1.5, "read": 0.25}
+    assert by_label(families["loraplex_requests_waiting_by_reason"], "reason") == {"slot": 8, "host": 7}
+    for name in ("vllm:num_requests_waiting", "loraplex_requests_waiting"):
+        assert families[name].samples[0].value == 15
+
+
 def test_empty_pool_is_no_division_by_zero() -> None:
-    assert b"vllm:kv_cache_usage_perc 0.0" in Metrics(EngineStats, lambda: HostFigures(0)).render()
+    assert b"vllm:kv_cache_usage_perc 0.0" in Metrics(EngineStats, lambda: HostFigures(0), tuple).render()
 
 
 # ---------------------------------------------------------------------- adapters, steps, queues
-def rendered(stats: EngineStats, host: HostFigures | None = None) -> dict[str, Metric]:
-    text = Metrics(lambda: stats, lambda: host or HostFigures(3)).render().decode()
+def rendered(
+    stats: EngineStats, host: HostFigures | None = None, waiting: tuple[StageFigures, ...] = ()
+) -> dict[str, Metric]:
+    text = Metrics(lambda: stats, lambda: host or HostFigures(3), lambda: waiting).render().decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -136,7 +165,7 @@ def test_adapters_are_told_by_tier_reason_and_state() -> None:
     assert by_label(families["loraplex_adapter_load_failures"], "tier") == {"store": 1, "host": 3}
     assert by_label(families["loraplex_adapter_starts"], "state") == {"warm": 9, "cold": 4}
     assert by_label(families["loraplex_adapter_evictions"], "reason") == {"load": 5, "growth": 1}
-    assert by_label(families["loraplex_requests_waiting_by_reason"], "reason") == {"slot": 6, "pages": 2}
+    assert by_label(families["loraplex_requests_waiting_by_reason"], "reason") == {"slot": 6, "pages": 2, "host": 0}
     for name, value in (
         ("host_evictions", 1),
         ("host_reloads", 8),

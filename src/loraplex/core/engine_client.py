@@ -46,6 +46,14 @@ class EngineClient(Protocol):
         """Run a request. Closing the iterator early cancels it. Raises InvalidRequest, Overloaded or EngineDead."""
         ...
 
+    def check_queue(self, tenant: str, num_sequences: int, num_before: int, num_own: int) -> None:
+        """Raise what `generate` would if a request of so many sequences had no place in the queue.
+
+        `num_before` sequences, `num_own` of them the tenant's, are about to be queued and count as if they were.
+        Raises Overloaded, CallerLimitReached, and InvalidRequest for more than the queue holds.
+        """
+        ...
+
     def retire_adapter(self, digest: AdapterDigest, *, for_room: bool = False) -> None:
         """No new requests for an adapter; its memory goes once those that run have ended. From any thread.
 

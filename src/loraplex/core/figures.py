@@ -71,6 +71,16 @@ class AdapterResidence:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory for adapters. What was held is kept, pinned where a GPU reads it, for the next to lease."""
+
+    num_adapters: int = 0
+    held_bytes: int = 0  # that the system has given
+    leased_bytes: int = 0  # of these, that hold adapters
+    max_bytes: int | None = None  # None: no bound
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters and gauges of one engine, read at any moment. Counters only grow."""
 
@@ -78,7 +88,9 @@ class EngineStats:
     num_running: int = 0
     num_pages: int = 0
     num_free_pages: int = 0
+    num_idle_pages: int = 0  # that could be evicted now: of adapters and prefixes that nothing uses
     num_adapter_pages: int = 0  # held by adapters, idle ones included
+    host_memory: HostMemory = HostMemory()
     page_tokens: int = 0
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -89,7 +101,7 @@ class EngineStats:
     num_adapter_evictions: int = 0
     num_distinct_adapters: int = 0  # in the last step
     max_loras: int = 0
-    running_adapters: tuple[str, ...] = ()  # names, for the gateway metric
+    running_adapters: tuple[str, ...] = ()  # names, those with most sequences first, of these the latest
     waiting_adapters: tuple[str, ...] = ()
     resident_adapters: tuple[str, ...] = ()  # digests
     num_loading_adapters: int = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, ModelNotFound, Overloaded, OverloadReason, Request
+from loraplex.core.figures import HostMemory
 from loraplex.engine.figures import Counters
 from loraplex.engine.host_arena import HostArena, LeasedPages
 from loraplex.engine.loads import AdapterLoader, LoadEnded
@@ -105,6 +106,12 @@ class AdapterShelf:
     def file_counts(self) -> PackedFileCounts:
         """What became of packed files; zeros where none are kept."""
         return self._files.counts() if self._files is not None else PackedFileCounts()
+
+    def host_memory(self) -> HostMemory:
+        """What is held and leased now."""
+        arena = self._arena
+        leased_bytes = arena.num_leased * arena.page_bytes
+        return HostMemory(len(self.packed), arena.held_bytes, leased_bytes, arena.max_bytes)
 
     def _put(self, digest: AdapterDigest, packed: PackedAdapter) -> None:
         """Keep what was packed, unless another thread was quicker. Under the lock."""

@@ -92,6 +92,9 @@ class AsyncEngine:
     def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> tuple[int, ...]:
         return tuple(self.engine.tokenizer.encode_chat(messages, add_generation_prompt))
 
+    def check_queue(self, tenant: str, num_sequences: int, num_before: int, num_own: int) -> None:
+        self.engine.queue_bounds.check_sequences(tenant, num_sequences, num_before, num_own)
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
 

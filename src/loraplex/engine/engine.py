@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -38,11 +39,12 @@ from loraplex.engine.outputs import OutputProcessor, RequestFailed, RequestState
 from loraplex.engine.packed_files import PackedFiles
 from loraplex.engine.packing import Allocate, PackedAdapter, pack_adapter
 from loraplex.engine.probes import Probe, ProbeBook, ProbeRun
+from loraplex.engine.queue_bounds import QueueBounds
 from loraplex.engine.runner import EagerRunner, Runner, Step, StepInFlight
 from loraplex.engine.site_check import SiteCheck
 from loraplex.engine.verification import Verifier
 from loraplex.model import Sampled, SamplingRow, needs_host
-from loraplex.scheduler import Committed, QueueShare, Scheduler, Sequence, StepPlan
+from loraplex.scheduler import Committed, Scheduler, Sequence, StepPlan
 
 _LOAD_TICK_S = 2e-4
 
@@ -111,9 +113,8 @@ class Engine:
         self.tokenizer = base.tokenizer
         self._decoder = base.decoder
         self._geometry = base.geometry
-        self._max_waiting = base.config.max_waiting
-        self._queue_share = QueueShare(base.config.max_waiting, base.config.max_waiting_tokens)
         self.scheduler = Scheduler(base.scheduler_config, base.geometry)
+        self.queue_bounds = QueueBounds(self.scheduler, base.config.max_waiting, base.config.max_waiting_tokens)
         self._buffer = PageBuffer(base.geometry, base.decoder.dtype, base.decoder.device)
         self._runner = _make_runner(base, self._buffer, progress)
         self._started: _Started | None = None  # a step whose tokens nobody has seen yet
@@ -243,21 +244,10 @@ class Engine:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"prompt token {token} is outside the vocabulary of {vocab} tokens.", "prompt")
         request.params.check_vocabulary(vocab)
-        params = request.params
         digest = request.adapter.digest if request.adapter is not None else None
         num_pages = self.shelf.pages_of(request)
-        self.scheduler.check_fits(len(request.prompt_token_ids), params.max_tokens, num_pages, digest)
-        if params.n > self._max_waiting:
-            raise InvalidRequest(
-                f"n is {params.n}; the queue holds {self._max_waiting} sequences (--max-waiting).", "n"
-            )
-        if len(self.scheduler.waiting) + params.n > self._max_waiting:
-            raise Overloaded(
-                f"The queue of {self._max_waiting} waiting sequences is full (--max-waiting).",
-                self.scheduler.retry_after_s,
-            )
-        self.scheduler.check_queue(len(request.prompt_token_ids) * params.n)
-        self._queue_share.check(self.scheduler.waiting, request, self.scheduler.retry_after_s)
+        self.scheduler.check_fits(len(request.prompt_token_ids), request.params.max_tokens, num_pages, digest)
+        self.queue_bounds.check_request(request)
 
     def add_request(self, request: Request, now: float) -> None:
         """Queue a request. Raises what `check` raises; then nothing is queued."""
@@ -482,16 +472,17 @@ class Engine:
 
     # ------------------------------------------------------------------ figures
     def _names(self, sequences: Iterable[Sequence]) -> tuple[str, ...]:
-        """Names of their adapters; `sequences` is a copy, of which some may have ended."""
+        """Names of their adapters, those of most first; `sequences` is a copy, the latest first; some have ended."""
         states = (self._owner.get(seq.seq_id) for seq in sequences if seq.request_id not in self._probes)
         refs = (state.request.adapter for state in states if state is not None)
-        return tuple(sorted({ref.name for ref in refs if ref is not None}))
+        return tuple(name for name, _ in Counter(ref.name for ref in refs if ref is not None).most_common())
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now, made for whoever asks."""
         scheduler = self.scheduler
-        names = self._names(tuple(scheduler.running)), self._names(tuple(scheduler.waiting))
-        return snapshot(scheduler, self._counters, *names, self._now, self.shelf.file_counts())
+        running, waiting = (self._names(reversed(tuple(them))) for them in (scheduler.running, scheduler.waiting))
+        tiers = self.shelf.file_counts(), self.shelf.host_memory()
+        return snapshot(scheduler, self._counters, running, waiting, self._now, *tiers)
 
     def residency(self) -> tuple[AdapterResidence, ...]:
         """Where every adapter is that the engine knows, by digest."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.core import AdapterDigest, AdapterResidence, AdapterUse, EngineStats
-from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HistogramCounter, distinct_bucket
+from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HistogramCounter, HostMemory, distinct_bucket
 from loraplex.engine.packed_files import PackedFileCounts
 from loraplex.engine.packing import PackedAdapter
 from loraplex.pool import AdapterState, EvictionReason, Placement
@@ -79,8 +79,9 @@ def snapshot(
     waiting: tuple[str, ...],
     now: float,
     packed: PackedFileCounts,
+    host: HostMemory,
 ) -> EngineStats:
-    """Figures as of now. `running` and `waiting` are adapters' names."""
+    """Figures as of now. `running` and `waiting` are adapters' names, `packed` and `host` tell of their other tiers."""
     reasons = scheduler.waiting.num_by_reason()
     oldest = next(iter(scheduler.waiting), None)
     return replace(
@@ -89,6 +90,7 @@ def snapshot(
         num_running=len(scheduler.running),
         num_pages=scheduler.pool.num_pages,
         num_free_pages=scheduler.pool.num_free,
+        num_idle_pages=scheduler.residency.num_evictable_pages,
         page_tokens=scheduler.geometry.page_tokens,
         num_preemptions=scheduler.num_preemptions,
         max_loras=scheduler.config.max_loras,
@@ -104,6 +106,7 @@ def snapshot(
         queue_age_s=max(0.0, now - oldest.arrival_s) if oldest is not None else 0.0,
         packed_files=tuple((event, getattr(packed, name)) for event, name in _PACKED_EVENTS),
         packed_bytes=packed.num_bytes,
+        host_memory=host,
         **_counted(counters, is_running=bool(scheduler.running)),
     )
 

@@ -193,6 +193,11 @@ class AdapterResidency:
         return self._placed[digest].lease.pages
 
     # ------------------------------------------------------------------ room
+    @property
+    def num_evictable_pages(self) -> int:
+        """Pages that eviction could free, those of cached prefixes included."""
+        return self._idle.evictable()
+
     def can_make_room(self, num_pages: int, keep: AdapterDigest | Collection[AdapterDigest] | None = None) -> bool:
         """Whether `make_room` would succeed; changes nothing."""
         return self._pool.num_free + self._idle.evictable(_keys(keep)) >= num_pages

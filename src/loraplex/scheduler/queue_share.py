@@ -22,25 +22,31 @@ class QueueShare:
 
         A tenant of whom nothing waits may queue any request, and so may a request of no tenant. From any thread.
         """
-        if not request.tenant:
-            return
-        held, held_tokens = waiting.held_by(request.tenant)
-        if not held:
-            return
         num_new = request.params.n
-        if held + num_new > self.max_waiting - len(waiting) - num_new:
-            self._refuse(request, held, num_new, "sequences", f"--max-waiting {self.max_waiting}", retry_after_s)
-        if self.max_waiting_tokens is None:
+        self.check_sequences(waiting, request.tenant, num_new, retry_after_s)
+        held, held_tokens = waiting.held_by(request.tenant)
+        if not request.tenant or not held or self.max_waiting_tokens is None:
             return
         num_tokens = num_new * len(request.prompt_token_ids)
         if held_tokens + num_tokens > self.max_waiting_tokens - waiting.num_prompt_tokens - num_tokens:
             limit = f"--max-waiting-tokens {self.max_waiting_tokens}"
-            self._refuse(request, held_tokens, num_tokens, "prompt tokens", limit, retry_after_s)
+            _refuse(request.tenant, held_tokens, num_tokens, "prompt tokens", limit, retry_after_s)
 
-    def _refuse(
-        self, request: Request, num_held: int, num_new: int, unit: str, limit: str, retry_after_s: float
+    def check_sequences(
+        self,
+        waiting: WaitingQueue,
+        tenant: str | None,
+        num_new: int,
+        retry_after_s: float,
+        num_before: int = 0,
+        num_own: int = 0,
     ) -> None:
-        message = (
-            f"The tenant {request.tenant!r} has {num_held} {unit} in the queue and the request has {num_new}; a tenant"
-        )
-        raise CallerLimitReached(f"{message} may have as many as it leaves free ({limit}).", retry_after_s)
+        """As `check`, for sequences alone. `num_before`, `num_own` of the tenant, count as if they waited here."""
+        held = waiting.held_by(tenant)[0] + num_own
+        if tenant and held and held + num_new > self.max_waiting - len(waiting) - num_before - num_new:
+            _refuse(tenant, held, num_new, "sequences", f"--max-waiting {self.max_waiting}", retry_after_s)
+
+
+def _refuse(tenant: str, num_held: int, num_new: int, unit: str, limit: str, retry_after_s: float) -> None:
+    message = f"The tenant {tenant!r} has {num_held} {unit} in the queue and the request has {num_new}; a tenant"
+    raise CallerLimitReached(f"{message} may have as many as it leaves free ({limit}).", retry_after_s)

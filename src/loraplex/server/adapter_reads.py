@@ -15,6 +15,7 @@ from loraplex.core.registry_errors import StoreUnavailable
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_room import share_of
 from loraplex.server.threads import WorkerThreads
+from loraplex.server.waiters import Progress, Stage
 
 NUM_READ_THREADS = 16
 MAX_LATE_READS = 48  # that have a thread beyond these, as they took too long
@@ -75,15 +76,18 @@ class AdapterReads:
         self._late: dict[Hashable, _Read] = {}  # ended
         self._writes: set[asyncio.Task[None]] = set()
 
-    async def load(self, tenant: str, source: AdapterSource, with_room: "WithRoom[bool | None]") -> bool:
+    async def load(
+        self, tenant: str, source: AdapterSource, with_room: "WithRoom[bool | None]", progress: Progress
+    ) -> bool:
         """Have the engine hold the source's adapter, from its packed file if it has one; whether it had.
 
-        Raises StoreUnavailable where reading takes too long, Overloaded (WORK) where it cannot begin, and what the
-        source and the engine raise.
+        `progress` is told when the bytes are there. Raises StoreUnavailable where reading takes too long, Overloaded
+        (WORK) where it cannot begin, and what the source and the engine raise.
         """
         if await with_room(partial(self._restorers.run, self._engine.restore_adapter, source.digest)):
             return True
         check = await self._read(tenant, source)
+        progress.stage = Stage.PACK
         adapter = await self._packers.run(check)
         if adapter.digest != source.digest:
             raise ServerError(f"The adapter {adapter.digest} was read where {source.digest} was asked for.")

@@ -38,6 +38,7 @@ from loraplex.server.runtime_routes import RUNTIME_ROUTES
 from loraplex.server.service import NUM_QUERY_THREADS, Service
 from loraplex.server.tenant_limits import TenantGate
 from loraplex.server.threads import WorkerThreads
+from loraplex.server.waiters import Waiters
 
 _LEVEL_INFO, _LEVEL_ERROR = 20, 40
 
@@ -75,12 +76,14 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         _check_same_base(engine, models)
         catalog = LocalCatalog(models)
         names = LocalNames(models)
+    waiters = Waiters(engine)
     log = _json_logger(stream, _LEVEL_INFO if config.access_log else _LEVEL_ERROR, Redactor(config.api_key))
     return Service(
         engine=engine,
         catalog=catalog,
         config=config,
-        metrics=Metrics(engine.stats, catalog.host_figures),
+        metrics=Metrics(engine.stats, catalog.host_figures, waiters.figures),
+        waiters=waiters,
         log=log,
         created=int(time.time()),
         queries=queries,

@@ -7,6 +7,7 @@ from typing import Protocol
 from loraplex.core import AdapterDigest, AdapterRef
 from loraplex.server.callers import Caller
 from loraplex.server.host_figures import HostFigures
+from loraplex.server.waiters import Waiter
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,11 @@ class ModelLease:
 class ModelCatalog(Protocol):
     """Resolves names for callers. All methods are called on the event loop and none blocks it."""
 
-    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
+    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved, waiter: Waiter) -> ModelLease:
         """The weights that `model` stands for now, ready in the engine; None is the adapter that the key is bound to.
 
-        `on_resolved` is called with what it stands for (None: the base) before the weights are looked for.
+        `on_resolved` is called with what it stands for (None: the base) before the weights are looked for; `waiter`
+        is kept told what is waited for.
         Raises ModelNotFound, also for what others own, InvalidRequest, Overloaded, and what loading raises.
         """
         ...

@@ -3,6 +3,7 @@
 No label but that of the most popular adapters depends on which adapters there are, and those are a fixed number.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
@@ -13,38 +14,47 @@ from prometheus_client.registry import Collector
 
 from loraplex.core import EngineStats, Histogram
 from loraplex.server.host_figures import HostFigures, LoadFigures
+from loraplex.server.waiters import StageFigures
 
 MAX_LISTED_ADAPTERS = 256  # names in one label value: a gateway needs the busy ones, not thousands of waiting ones
 
 
 class EngineCollector(Collector):
-    """Turns one snapshot of the engine, and one of host memory, into metrics at each scrape."""
+    """Turns one snapshot of the engine, of host memory and of who waits for it into metrics at each scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats], host: Callable[[], HostFigures]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        host: Callable[[], HostFigures],
+        waiting: Callable[[], tuple[StageFigures, ...]],
+    ) -> None:
         self._stats = stats
         self._host = host
+        self._waiting = waiting
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not touch the engine."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        stats, host = self._stats(), self._host()
+        stats, host, waiting = self._stats(), self._host(), self._waiting()
         yield from _gauges(stats, host)
+        yield from _waiting_gauges(stats, waiting)
         yield from _counters(stats)
         yield from _adapter_counters(stats, host)
         yield from _steps(stats)
         yield from _popular(stats)
-        yield from _vllm(stats)
+        yield from _vllm(stats, stats.num_waiting + _num_before(waiting))
 
 
 def _gauges(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
+    memory = stats.host_memory
     for name, text, value in (
-        ("requests_waiting", "Sequences in the queue.", stats.num_waiting),
         ("requests_running", "Sequences that are being served.", stats.num_running),
         ("queue_age_seconds", "How long the sequence has waited that waits longest.", stats.queue_age_s),
         ("pages", "Pages of the pool.", stats.num_pages),
         ("pages_free", "Free pages of the pool.", stats.num_free_pages),
+        ("pages_idle", "Pages of adapters and cached prefixes that could be evicted now.", stats.num_idle_pages),
         ("pages_adapters", "Pages that hold adapters, idle ones included.", stats.num_adapter_pages),
         ("pages_prefixes", "Pages that hold cached prefixes.", stats.num_cached_pages),
         ("adapters_known", "Adapters that are ready in host memory.", host.num_ready),
@@ -54,15 +64,43 @@ def _gauges(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
         ("adapters_distinct_last_step", "Distinct adapters in the last step.", stats.num_distinct_adapters),
         ("adapters_ranks_last_step", "Sum of their ranks.", stats.sum_ranks),
         ("adapters_max_per_step", "Most distinct adapters a step may have.", stats.max_loras),
+        ("host_memory_adapters", "Adapters in host memory, those that leave included.", memory.num_adapters),
+        ("host_memory_held_bytes", "Host memory that the system has given for adapters.", memory.held_bytes),
+        ("host_memory_leased_bytes", "Of this, what holds adapters.", memory.leased_bytes),
+        (
+            "host_memory_max_bytes",
+            "Most that may be held; +Inf: no bound.",
+            math.inf if memory.max_bytes is None else memory.max_bytes,
+        ),
         ("packed_adapters_bytes", "Bytes of packed adapters on disk.", stats.packed_bytes),
         ("adapter_host_reload_bytes", "Host memory more that would have spared nine in ten reads.", host.reload_bytes),
         ("adapter_reload_pages", "Pages more that would have spared nine in ten reloads.", stats.reload_pages),
     ):
         yield GaugeMetricFamily(f"loraplex_{name}", text, value=value)
-    waiting = GaugeMetricFamily(
-        "loraplex_requests_waiting_by_reason", "Sequences in the queue, by what they wait for.", labels=("reason",)
+
+
+def _num_before(waiting: tuple[StageFigures, ...]) -> int:
+    """Sequences that wait for their adapters before they are queued."""
+    return sum(one.num_sequences for one in waiting)
+
+
+def _waiting_gauges(stats: EngineStats, waiting: tuple[StageFigures, ...]) -> Iterator[Metric]:
+    """Who waits: in the engine's queue, or before it for an adapter to come into host memory."""
+    num_before = _num_before(waiting)
+    total = "Sequences that wait, in the queue or for their adapter in host memory."
+    yield GaugeMetricFamily("loraplex_requests_waiting", total, value=stats.num_waiting + num_before)
+    reasons = GaugeMetricFamily(
+        "loraplex_requests_waiting_by_reason", "Sequences that wait, by what for.", labels=("reason",)
     )
-    yield _labelled(waiting, stats.waiting_by_reason)
+    yield _labelled(reasons, (*stats.waiting_by_reason, ("host", num_before)))
+    stages = GaugeMetricFamily(
+        "loraplex_host_waiting", "Sequences that wait for their adapter in host memory, by stage.", labels=("stage",)
+    )
+    yield _labelled(stages, ((one.stage, one.num_sequences) for one in waiting))
+    ages = GaugeMetricFamily(
+        "loraplex_host_waiting_age_seconds", "How long the oldest of these has waited.", labels=("stage",)
+    )
+    yield _labelled(ages, ((one.stage, one.oldest_s) for one in waiting))
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
@@ -156,12 +194,13 @@ def _popular(stats: EngineStats) -> Iterator[Metric]:
     yield _labelled(running, ((use.digest, use.num_running) for use in stats.popular_adapters))
 
 
-def _vllm(stats: EngineStats) -> Iterator[Metric]:
+def _vllm(stats: EngineStats, num_waiting: int) -> Iterator[Metric]:
     """The metrics that inference gateways know from vLLM, by the names of its engine V1 and, where others, of V0."""
-    used = 1.0 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0
+    num_used = max(0, stats.num_pages - stats.num_free_pages - stats.num_idle_pages)
+    used = num_used / stats.num_pages if stats.num_pages else 0.0
     hit_rate = stats.num_cached_tokens / stats.num_prefix_tokens if stats.num_prefix_tokens else 0.0
     for name, text, value in (
-        ("num_requests_waiting", "Sequences in the queue.", stats.num_waiting),
+        ("num_requests_waiting", "Sequences that wait, in the queue or for their adapter.", num_waiting),
         ("num_requests_running", "Sequences that are being served.", stats.num_running),
         ("kv_cache_usage_perc", "Share of the pool in use, 0 to 1.", used),
         ("gpu_cache_usage_perc", "Share of the pool in use, 0 to 1.", used),

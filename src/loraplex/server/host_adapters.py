@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from loraplex.core import AdapterDigest, Overloaded
@@ -22,6 +23,7 @@ from loraplex.server.host_line import HostLine, Outcome, TakenTooLate, Wanted
 from loraplex.server.host_room import HostRoom
 from loraplex.server.load_backoff import LoadBackoff
 from loraplex.server.seen_adapters import SeenAdapters
+from loraplex.server.waiters import Progress, Stage, Waiter
 
 _ROOM_TICK_S = 0.02  # between looks whether memory has been given back
 _LEAVE_S = 0.25  # in which what was retired should have left the engine
@@ -47,8 +49,9 @@ class HostLoad:
 class _Load:
     """A read of one source, and the tenants whose requests have waited for it."""
 
-    task: "asyncio.Task[None]"
+    progress: Progress = field(default_factory=lambda: Progress(Stage.READ))
     tenants: set[str] = field(default_factory=set)
+    task: "asyncio.Task[None]" = field(init=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,8 +117,8 @@ class HostAdapters:
             self._figures, num_ready=self.num_ready, num_reloads=self._reloads.count, reload_bytes=reload_bytes
         )
 
-    async def acquire(self, tenant: str, source: AdapterSource) -> HostLoad:
-        """Lease an adapter for a tenant, reading it if it is not there.
+    async def acquire(self, tenant: str, source: AdapterSource, waiter: Waiter | None = None) -> HostLoad:
+        """Lease an adapter for a tenant, reading it if it is not there; `waiter` shows what is waited for.
 
         Requests for one source share one read, and its failure. After that the source is left alone for a while, which
         doubles with each failure in a row: Overloaded (ADAPTER_LOAD) says how long. Raises Overloaded,
@@ -125,12 +128,17 @@ class HostAdapters:
         known = self._entries.get(source.digest)
         if known is None or not known.is_ready:
             self._backoff.check(tenant, (source.digest, source.key))
+        if waiter is not None:
+            waiter.progress = Progress(Stage.PLACE)
         await self._enter(Wanted(tenant, source.digest, source.num_bytes))
         entry = self._entries[source.digest]
         try:
             was_read, started = not entry.is_ready, time.perf_counter()
             if was_read:
-                await asyncio.shield(self._load_of(tenant, source, entry))
+                load = self._load_of(tenant, source, entry)
+                if waiter is not None:
+                    waiter.progress = load.progress
+                await asyncio.shield(load.task)
             waited_s = time.perf_counter() - started if was_read else 0.0
         except BaseException:
             self._drop_lease(tenant, source.digest, entry)
@@ -232,19 +240,21 @@ class HostAdapters:
         self._line.serve()
 
     # ------------------------------------------------------------------ reading
-    def _load_of(self, tenant: str, source: AdapterSource, entry: _Entry) -> "asyncio.Task[None]":
+    def _load_of(self, tenant: str, source: AdapterSource, entry: _Entry) -> _Load:
         """The read of this source that is under way, or a new one. It ends even if all who wait for it go."""
         load = entry.loads.get(source.key)
         if load is None:
-            load = entry.loads[source.key] = _Load(asyncio.create_task(self._load(tenant, source, entry)))
+            load = entry.loads[source.key] = _Load()
+            load.task = asyncio.create_task(self._load(tenant, source, entry, load.progress))
             load.task.add_done_callback(_retrieve)
         load.tenants.add(tenant)
-        return load.task
+        return load
 
-    async def _load(self, tenant: str, source: AdapterSource, entry: _Entry) -> None:
+    async def _load(self, tenant: str, source: AdapterSource, entry: _Entry, progress: Progress) -> None:
         started, failure = time.perf_counter(), None
         try:
-            was_packed = await self._reads.load(tenant, source, self._with_room)
+            with_room = partial(self._with_room, progress)
+            was_packed = await self._reads.load(tenant, source, with_room, progress)
             entry.is_ready, entry.read_s = True, time.perf_counter() - started
             self._figures = self._figures.loaded(entry.read_s, was_packed=was_packed)
             self._reads.keep(source.digest)
@@ -266,9 +276,9 @@ class HostAdapters:
                 if isinstance(failure, StoreUnavailable):
                     failure.retry_after_s = max(failure.retry_after_s, wait_s)
 
-    async def _with_room(self, call: Callable[[], Awaitable[_T]]) -> _T:
+    async def _with_room(self, progress: Progress, call: Callable[[], Awaitable[_T]]) -> _T:
         """What `call` gives, when the engine has room for it. Raises HostMemoryFull after the patience."""
-        deadline, key = time.monotonic() + self._patience_s, object()
+        deadline, key, stage = time.monotonic() + self._patience_s, object(), progress.stage
         try:
             while True:
                 try:
@@ -278,10 +288,13 @@ class HostAdapters:
                         raise
                     self._missing[key] = error.missing_bytes
                     self._retire_missing()
+                progress.stage = Stage.PLACE
                 await asyncio.sleep(_ROOM_TICK_S)
+                progress.stage = stage
                 del self._missing[key]  # what it gets now must not be missed by others too
         finally:
             self._missing.pop(key, None)
+            progress.stage = stage
 
     def _retire_missing(self) -> None:
         """Retire idle adapters until what is about to leave is as much as loads miss."""

@@ -1,4 +1,7 @@
-"""Who waits for a place in host memory: a short while each, and whoever uses least is next."""
+"""Who waits for a place in host memory: a short while each, and whoever uses least is next.
+
+How many requests wait here is bounded by who lets them in (`Waiters`).
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -6,8 +9,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from loraplex.core import AdapterDigest
-
-MAX_WAITING = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,7 @@ class HostLine:
         self._waiting: list[_Waiting] = []
 
     async def enter(self, wanted: Wanted) -> bool:
-        """Take a place, at once or within the patience. False if there was none, or too many wait."""
-        if len(self._waiting) >= MAX_WAITING:
-            return False
+        """Take a place, at once or within the patience. False if there was none."""
         mine = _Waiting(wanted)
         self._waiting.append(mine)
         self.serve()

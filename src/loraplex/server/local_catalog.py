@@ -9,6 +9,7 @@ from loraplex.core import AdapterDigest, AdapterRef, InvalidRequest, ModelNotFou
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease, OnResolved
 from loraplex.server.host_figures import HostFigures
+from loraplex.server.waiters import Waiter
 
 
 class NamedAdapter(Protocol):
@@ -64,7 +65,7 @@ class LocalCatalog:
     def __init__(self, models: LocalModels) -> None:
         self._models = models
 
-    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
+    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved, waiter: Waiter) -> ModelLease:
         ref = self._models.acquire(_given(model))
         on_resolved(ref)
         if ref is None:

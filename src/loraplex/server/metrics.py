@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from loraplex.core import EngineStats
 from loraplex.server.engine_metrics import EngineCollector
 from loraplex.server.host_figures import HostFigures
+from loraplex.server.waiters import StageFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -19,9 +20,14 @@ _E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 
 class Metrics:
     """All metrics of one server, in a registry of its own."""
 
-    def __init__(self, stats: Callable[[], EngineStats], host: Callable[[], HostFigures]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        host: Callable[[], HostFigures],
+        waiting: Callable[[], tuple[StageFigures, ...]],
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, host))
+        self.registry.register(EngineCollector(stats, host, waiting))
         self._http = Counter(
             "loraplex_http_requests", "HTTP requests by route and status.", ("route", "status"), registry=self.registry
         )

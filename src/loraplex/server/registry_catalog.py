@@ -14,6 +14,7 @@ from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.known_names import KnownNames
 from loraplex.server.threads import WorkerThreads
+from loraplex.server.waiters import Waiter
 
 
 class RegistryCatalog:
@@ -32,7 +33,7 @@ class RegistryCatalog:
         self._host = host
         self._names = KnownNames()
 
-    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved) -> ModelLease:
+    async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved, waiter: Waiter) -> ModelLease:
         found = await self._resolve(caller, model)
         on_resolved(None if found is None else found.ref)
         if found is None:
@@ -41,7 +42,7 @@ class RegistryCatalog:
         label = found.ref.label
         self._names.note(digest, label if "/" in label else f"{tenant}/{label}")
         source = AdapterSource(digest, found.num_bytes, found.artifact, partial(self._read, found))
-        loaded = await self._host.acquire(tenant, source)
+        loaded = await self._host.acquire(tenant, source, waiter)
         told = ToldLoad(loaded.told_s is not None, loaded.told_s or 0.0)
         return ModelLease(
             found.ref, loaded.was_read, loaded.waited_s, told, partial(self._host.release, tenant, digest)

@@ -29,7 +29,7 @@ async def create_completion(service: Service, http: Request) -> Response:
     deadline = _deadline(http, body)
     items = prompts.completion_items(body.prompt)
     priority = _enter(service, http, body, len(items))
-    adapter = await _acquire(service, http, body.model, deadline)
+    adapter = await _acquire(service, http, body, len(items), deadline)
     given = await service.texts.run(
         prompts.num_chars(items), prompts.completion_prompts, service.engine, items, body.add_special_tokens, body.echo
     )
@@ -48,7 +48,7 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
     params.check_vocabulary(service.engine.base.vocab_size)
     deadline = _deadline(http, body)
     priority = _enter(service, http, body, 1)
-    adapter = await _acquire(service, http, body.model, deadline)
+    adapter = await _acquire(service, http, body, 1, deadline)
     num_chars = prompts.num_message_chars(body.messages)
     prompt = await service.texts.run(num_chars, prompts.chat_prompt, service.engine, body)
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -86,16 +86,19 @@ def _charge_prompts(http: Request, given: Sequence[prompts.Prompt]) -> str:
     return context.known_caller.account
 
 
-async def _acquire(service: Service, http: Request, model: str | None, deadline: Deadline | None) -> AdapterRef | None:
+async def _acquire(
+    service: Service, http: Request, body: GenerationBody, num_prompts: int, deadline: Deadline | None
+) -> AdapterRef | None:
     """The adapter a request runs on, ready and kept until the answer has ended; None only for the base.
 
-    Raises what `ModelCatalog.acquire` does, and DeadlinePassed.
+    Raises what `Waiters.enter` and `ModelCatalog.acquire` do, and DeadlinePassed.
     """
     context = context_of(http)
-    context.requested_model = model
+    context.requested_model, caller = body.model, context.known_caller
     on_resolved = partial(context.pin, service.engine.base)
-    work = service.catalog.acquire(context.known_caller, model, on_resolved)
-    return context.hold(await work if deadline is None else await deadline.bound(work))
+    with service.waiters.enter(caller.account, num_prompts * body.n) as waiter:
+        work = service.catalog.acquire(caller, body.model, on_resolved, waiter)
+        return context.hold(await work if deadline is None else await deadline.bound(work))
 
 
 async def _check_model(service: Service, http: Request, model: str | None) -> None:

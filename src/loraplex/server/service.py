@@ -14,6 +14,7 @@ from loraplex.server.metrics import Metrics
 from loraplex.server.preloading import Preloader
 from loraplex.server.tenant_limits import TenantGate
 from loraplex.server.threads import TextThreads, WorkerThreads
+from loraplex.server.waiters import Waiters
 from loraplex.server.work import TenantWork
 
 NUM_QUERY_THREADS = 4
@@ -45,6 +46,7 @@ class Service:
     bodies: BodyReader
     tenants: TenantGate
     preloader: Preloader
+    waiters: Waiters
     registry: Registry | None = None
     local_models: LocalModels | None = None
     lifecycle: Lifecycle = field(default_factory=Lifecycle)

@@ -152,6 +152,7 @@ class FakeEngine:
     error: LoraplexError | Exception | None = None
     error_after: int = 0
     max_running: int = 256
+    max_waiting: int = 1024
     cold: bool = False
     load_s: float = 0.0
     cached_tokens: int = 0
@@ -230,8 +231,7 @@ class FakeEngine:
     def _admit(self, request: Request) -> None:
         if not self.alive:
             raise EngineDead("The fake engine is dead.")
-        if len(self.running) >= self.max_running:
-            raise Overloaded(f"The queue is full: {len(self.running)} requests.", retry_after_s=1.5)
+        self._check_running()
         if request.request_id in self.running:
             raise InvalidRequest(f"The request id {request.request_id} is in use.")
         if self.only_held and request.adapter is not None and request.adapter.digest not in self.held:
@@ -243,6 +243,16 @@ class FakeEngine:
         self.running[request.request_id] = request
         self.peak_running = max(self.peak_running, len(self.running))
         self.num_prompt_tokens += len(request.prompt_token_ids)
+
+    def _check_running(self) -> None:
+        if len(self.running) >= self.max_running:
+            raise Overloaded(f"The queue is full: {len(self.running)} requests.", retry_after_s=1.5)
+
+    def check_queue(self, tenant: str, num_sequences: int, num_before: int, num_own: int) -> None:
+        """Nothing waits here, so `max_waiting` is for those who wait before and `num_sequences`."""
+        self._check_running()
+        if num_before + num_sequences > self.max_waiting:
+            raise Overloaded(f"The queue of {self.max_waiting} waiting sequences is full.", retry_after_s=1.5)
 
     def _outputs(self, request: Request) -> Iterator[RequestOutput]:
         num_prompt = len(request.prompt_token_ids)

@@ -1,0 +1,141 @@
+"""Who waits for an adapter before the engine queues it: counted by stage, and bounded as the queue is."""
+
+import asyncio
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.adapters import Adapter
+from loraplex.core import AdapterDigest, Overloaded
+from loraplex.registry import Registry
+from loraplex.server import ServerConfig
+from loraplex.server.adapter_reads import AdapterSource
+from loraplex.server.host_adapters import HostAdapters
+from loraplex.server.host_room import HostRoom
+from loraplex.server.waiters import Stage, Waiters
+from loraplex.testing import FakeEngine
+
+from .helpers import assert_error, until
+from .registry_world import BASE_NAME, Site, ask, fake_engine
+
+pytestmark = pytest.mark.anyio
+
+A, B, C = (AdapterDigest(letter * 64) for letter in "abc")
+
+
+class World:
+    """Host memory; reading and checking of adapters can be held up."""
+
+    def __init__(self, max_adapters: int | None = None) -> None:
+        self.now = 0.0
+        self.engine = FakeEngine()
+        self.waiters = Waiters(self.engine, lambda: self.now)
+        self.host = HostAdapters(self.engine, HostRoom(max_adapters, 10**9), 5.0)
+        self.reading, self.checking = threading.Event(), threading.Event()
+
+    async def use(self, digest: AdapterDigest, num_sequences: int = 1) -> None:
+        with self.waiters.enter("acme", num_sequences) as waiter:
+            await asyncio.sleep(0)
+            await self.host.acquire("acme", AdapterSource(digest, 1, "x", partial(self._read, digest)), waiter)
+
+    def _read(self, digest: AdapterDigest) -> partial[Adapter]:
+        assert self.reading.wait(5)
+        return partial(self._check, digest)
+
+    def _check(self, digest: AdapterDigest) -> Adapter:
+        assert self.checking.wait(5)
+        return Adapter(digest, (), 1, 0, (), None)
+
+    @property
+    def counts(self) -> dict[Stage, int]:
+        return {one.stage: one.num_sequences for one in self.waiters.figures() if one.num_sequences}
+
+
+async def test_requests_are_counted_in_the_stage_that_they_are_in() -> None:
+    world = World()
+    world.engine.max_held = 0
+    first = asyncio.create_task(world.use(A, 2))
+    await asyncio.sleep(0)
+    assert world.counts == {Stage.NAME: 2}
+    await until(lambda: world.counts == {Stage.READ: 2})
+    world.now = 7.0
+    second = asyncio.create_task(world.use(A))
+    await until(lambda: world.counts == {Stage.READ: 3})
+    figures = {one.stage: one for one in world.waiters.figures()}
+    assert (figures[Stage.READ].oldest_s, figures[Stage.PACK].oldest_s) == (7.0, 0.0)
+    world.reading.set()
+    await until(lambda: world.counts == {Stage.PACK: 3})
+    world.checking.set()
+    await until(lambda: world.counts == {Stage.PLACE: 3})  # there is no room for its pages
+    world.engine.max_held = 1
+    await asyncio.gather(first, second)
+    assert world.counts == {}
+
+
+async def test_a_request_that_finds_no_place_counts_until_it_leaves() -> None:
+    world = World(max_adapters=1)
+    world.reading.set()
+    world.checking.set()
+    await world.use(A)
+    waiting = asyncio.create_task(world.use(B, 4))
+    await until(lambda: world.counts == {Stage.PLACE: 4})
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (world.counts, world.waiters._by_tenant) == ({}, {})
+
+
+async def test_who_waits_here_counts_to_the_queue() -> None:
+    world = World()
+    world.engine.max_waiting = 3
+    waiting = asyncio.create_task(world.use(A, 2))
+    await until(lambda: bool(world.counts))
+    with pytest.raises(Overloaded):
+        await world.use(B, 2)
+    another = asyncio.create_task(world.use(C))
+    await until(lambda: world.counts == {Stage.READ: 3})
+    world.reading.set()
+    world.checking.set()
+    await asyncio.gather(waiting, another)
+    await world.use(B, 3)
+
+
+async def test_a_store_that_is_slow_gathers_no_more_requests_than_the_queue_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, gate, real = Site(tmp_path, engine=fake_engine(max_waiting=3)), threading.Event(), Registry.read
+
+    def slow(self: Registry, *args: Any) -> Any:
+        assert gate.wait(5)
+        return real(self, *args)
+
+    monkeypatch.setattr(Registry, "read", slow)
+    async with site.client(site.tenant("acme", "a", "b")) as client:
+        waiting = [
+            asyncio.create_task(client.post("/v1/completions", json=ask(model, n=n, temperature=1.0)))
+            for model, n in (("a", 2), ("b", 1))
+        ]
+        await until(lambda: site.app.state.service.waiters._by_tenant.total() == 3)
+        await until(
+            lambda: 'loraplex_host_waiting{stage="read"} 3.0' in site.app.state.service.metrics.render().decode()
+        )
+        for model in ("a", BASE_NAME):
+            assert_error(await client.post("/v1/completions", json=ask(model)), 503, code="overloaded")
+        gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
+        assert (await client.post("/v1/completions", json=ask("a"))).status_code == 200
+    site.close()
+
+
+async def test_a_full_queue_is_noticed_before_an_adapter_is_read_or_another_leaves_for_it(tmp_path: Path) -> None:
+    site = Site(tmp_path, engine=fake_engine(), config=ServerConfig(max_host_adapters=1))
+    async with site.client(site.tenant("acme", "a", "b")) as client:
+        assert (await client.post("/v1/completions", json=ask("a"))).status_code == 200
+        site.engine.max_running = 0
+        assert_error(await client.post("/v1/completions", json=ask("b")), 503, code="overloaded")
+        assert (site.engine.retired, len(site.engine.held)) == ([], 1)
+        assert site.app.state.service.catalog.host_figures().from_store.count == 1
+    site.close()
