@@ -93,7 +93,7 @@ def snapshot(
         num_idle_pages=scheduler.residency.num_evictable_pages,
         page_tokens=scheduler.geometry.page_tokens,
         num_preemptions=scheduler.num_preemptions,
-        max_loras=scheduler.config.max_loras,
+        max_loras=scheduler.config.max_distinct,
         running_adapters=running,
         waiting_adapters=waiting,
         num_warm_starts=scheduler.starts.num_warm,
