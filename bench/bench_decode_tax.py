@@ -2,7 +2,7 @@
 
 A batch of 64 requests of 64 prompt and 128 output tokens with 0, 1, 8, 32 and 64 distinct adapters of rank 16 on all
 seven linears, beside the bytes that each step must read. The same process measures the start, resident adapters, the
-relative error of the logits, the prefill tax and the calibration, each a section of its own (`--sections`).
+relative error of the logits, the prefill tax, the calibration and targets, each a section of its own (`--sections`).
 
 Usage: python bench/bench_decode_tax.py [--base DIR] [--sections decode_tax,...] [--out FILE] [--plot FILE]
        python bench/bench_decode_tax.py --replot RESULT.json [--plot FILE]
@@ -41,6 +41,7 @@ from section_calibration import measure_calibration, show_calibration
 from section_prefill import measure_beside, measure_prefill, show_beside, show_prefill
 from section_rel_err import measure_rel_err, measure_rel_err_cut, show_rel_err
 from section_resident import measure_resident, show_resident
+from section_target import measure_target, show_target
 
 PLOT = ROOT / "docs" / "images" / "h200_decode_tax.svg"
 DISTINCT = (0, 1, 8, 32, 64)
@@ -152,6 +153,7 @@ SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any
     "prefill": (measure_prefill, show_prefill),
     "beside": (measure_beside, show_beside),
     "calibration": (measure_calibration, show_calibration),
+    "target": (measure_target, show_target),
     "resident": (measure_resident, show_resident),
     "rel_err": (measure_rel_err, show_rel_err),
     "rel_err_cut": (measure_rel_err_cut, show_rel_err),
