@@ -115,6 +115,19 @@ async def test_read_that_takes_too_long_fails_with_a_code_and_is_not_begun_twice
     assert (place.num_reads, world.host.num_ready) == (1, 1)
 
 
+async def test_who_gets_no_thread_is_told_when_the_reads_before_it_may_be_done() -> None:
+    world = World(timeout_s=0.2)
+    slow = [Place(digest_of(number)) for number in range(share_of(NUM_READ_THREADS) + 5)]
+    for place in slow:
+        place.open.clear()
+    world.host._reads._pace.note(24.0)
+    errors = await asyncio.gather(*(world.use(place) for place in slow), return_exceptions=True)
+    told = [error.retry_after_s for error in errors if isinstance(error, Overloaded)]
+    assert sorted(told) == [24.0 / NUM_READ_THREADS * (num_ahead + 1) for num_ahead in range(5)]
+    for place in slow:
+        place.open.set()
+
+
 async def test_late_read_is_used_by_the_next_request_and_counts_as_one_failure() -> None:
     world, place = World(timeout_s=0.02), Place(A)
     place.open.clear()
@@ -274,7 +287,11 @@ async def test_read_waits_for_memory_and_then_says_that_there_is_none() -> None:
     await world.host.acquire("acme", Place(A).source)
     with pytest.raises(HostMemoryFull) as caught:
         await world.use(place)
-    assert caught.value.reason is OverloadReason.HOST_MEMORY
+    assert (caught.value.reason, caught.value.retry_after_s) == (OverloadReason.HOST_MEMORY, 1.0)
+    world.host._uses.note(40.0)
+    with pytest.raises(HostMemoryFull) as caught:
+        await world.use(Place(B))
+    assert caught.value.retry_after_s == 40.0, "A alone could make room"
     waiting = asyncio.create_task(world.use(place))
     await until(lambda: place.num_checks == 2)
     world.host.release("acme", A)

@@ -19,6 +19,7 @@ from loraplex.server import seen_adapters
 from loraplex.server.adapter_reads import AdapterSource
 from loraplex.server.host_adapters import HostAdapters, HostLoad
 from loraplex.server.host_room import HostRoom, share_of
+from loraplex.server.pace import Pace
 from loraplex.server.seen_adapters import SeenAdapters
 from loraplex.testing import FakeEngine
 
@@ -335,6 +336,35 @@ async def test_full_room_changes_nothing(engine: FakeEngine, store: Store) -> No
     with pytest.raises(Overloaded):
         await lease(host, store, "c", C, num_bytes=50)
     assert (engine.retired, host.adapters.figures().num_evictions) == ([], 0)
+
+
+async def test_who_finds_no_place_is_told_when_one_was_free_lately(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 4)
+    for digest in (A, B):
+        await lease(host, store, "a", digest)
+    await lease(host, store, "b", C)
+    with pytest.raises(CallerLimitReached) as caught:
+        await lease(host, store, "a", D, AdapterDigest("e" * 64))
+    assert caught.value.retry_after_s == 1.0, "nothing has become free yet"
+    host.now = 60.0
+    host.release(C, "b")
+    await lease(host, store, "b", C)
+    with pytest.raises(Overloaded) as full:
+        await lease(host, store, "c", AdapterDigest("f" * 64))
+    assert full.value.retry_after_s == 60.0 / 4, "four are in use, for 60 s each"
+    with pytest.raises(CallerLimitReached) as caught:
+        await lease(host, store, "a", AdapterDigest("f" * 64))
+    assert caught.value.retry_after_s == 60.0 / 3, "three of these are the tenant's"
+
+
+def test_the_pace_is_a_mean_of_the_latest_within_bounds() -> None:
+    pace = Pace()
+    assert pace.wait_s(5, 1) == 1.0
+    pace.note(8.0)
+    assert (pace.wait_s(0, 1), pace.wait_s(3, 2), pace.wait_s(0, 100), pace.wait_s(99, 1)) == (8.0, 16.0, 1.0, 60.0)
+    for _ in range(40):
+        pace.note(2.0)
+    assert pace.wait_s(0, 1) == pytest.approx(2.0, abs=0.1)
 
 
 # ---------------------------------------------------------------------- thrash

@@ -2,7 +2,7 @@
 
 from loraplex.core.errors import Overloaded, OverloadReason
 
-_RETRY_AFTER_S = 1.0
+_RETRY_AFTER_S = 1.0  # the memory does not know who uses it, nor for how long; whoever leases adapters may say more
 
 
 class HostMemoryFull(Overloaded):

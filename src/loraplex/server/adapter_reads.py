@@ -4,6 +4,7 @@ So a source that is slow delays those who wait for it and nobody else.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from loraplex.core import AdapterDigest, Overloaded, OverloadReason, ServerError
 from loraplex.core.registry_errors import StoreUnavailable
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_room import share_of
+from loraplex.server.pace import Pace
 from loraplex.server.threads import WorkerThreads
 from loraplex.server.waiters import Progress, Stage
 
@@ -68,6 +70,7 @@ class AdapterReads:
         self._readers = WorkerThreads(NUM_READ_THREADS + MAX_LATE_READS, "loraplex-read")
         self._free_readers = asyncio.Semaphore(NUM_READ_THREADS)
         self._num_apart = 0
+        self._pace = Pace()  # of readers
         self._restorers = WorkerThreads(NUM_RESTORE_THREADS, "loraplex-restore")
         self._packers = WorkerThreads(NUM_PACK_THREADS, "loraplex-load")
         self._writer = WorkerThreads(1, "loraplex-packed")
@@ -118,7 +121,8 @@ class AdapterReads:
             del self._reads[key]
             read.task.cancel()
             message = f"The adapter's files were not read within {self._timeout_s:g} s: other reads take all threads."
-            raise Overloaded(message, 1.0, OverloadReason.WORK)
+            num_ahead = sum(not one.has_thread for one in self._reads.values())
+            raise Overloaded(message, self._pace.wait_s(num_ahead, NUM_READ_THREADS), OverloadReason.WORK)
         error = StoreUnavailable(
             f"The adapter's files were not read within {self._timeout_s:g} s (adapter_read_timeout_s)."
         )
@@ -153,11 +157,12 @@ class AdapterReads:
         try:
             async with gate.places:
                 await self._free_readers.acquire()
-                read.has_thread = True
+                read.has_thread, started = True, time.perf_counter()
                 try:
                     return await self._readers.run(call)
                 finally:
                     self._give_thread(read)
+                    self._pace.note(time.perf_counter() - started)
         finally:
             gate.num_inside -= 1
             if not gate.num_inside:

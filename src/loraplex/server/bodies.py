@@ -17,7 +17,7 @@ from loraplex.server.threads import WorkerThreads
 
 LONG_BODY_BYTES = 16 * 2**10  # parsed on the event loop below it, which takes 3 ms at most (one Xeon core)
 NUM_BODY_THREADS = 2
-_RETRY_AFTER_S = 1.0
+_RETRY_AFTER_S = 1.0  # a body counts only until it is parsed: mostly for milliseconds, at most for `body_timeout_s`
 
 
 class BodyBudget:

@@ -22,6 +22,7 @@ from loraplex.server.host_figures import HostFigures
 from loraplex.server.host_line import HostLine, Outcome, TakenTooLate, Wanted
 from loraplex.server.host_room import HostRoom
 from loraplex.server.load_backoff import LoadBackoff
+from loraplex.server.pace import Pace
 from loraplex.server.seen_adapters import SeenAdapters
 from loraplex.server.waiters import Progress, Stage, Waiter
 
@@ -61,6 +62,7 @@ class _Entry:
     num_bytes: int
     is_ready: bool = False
     read_s: float = 0.0
+    used_since_s: float = 0.0  # while there are leases
     leases: Counter[str] = field(default_factory=Counter)
     loads: dict[Hashable, _Load] = field(default_factory=dict)
 
@@ -99,6 +101,7 @@ class HostAdapters:
         self._reads = AdapterReads(engine, read_timeout_s)
         self._figures = HostFigures()
         self._reloads = Reloads()  # in bytes
+        self._uses = Pace()
         self._clock = clock
         self._backoff = LoadBackoff(clock)
         self._entries: OrderedDict[AdapterDigest, _Entry] = OrderedDict()
@@ -160,7 +163,16 @@ class HostAdapters:
             self.release(wanted.tenant, wanted.digest)
             raise
         if not is_in:
-            raise self._room.refusal(wanted.tenant, wanted.num_bytes)
+            raise self._room.refusal(wanted.tenant, wanted.num_bytes, self._retry_after_s(wanted))
+
+    def _retry_after_s(self, wanted: Wanted) -> float:
+        """Seconds until a request like this one finds a place, judged by how long adapters were in use lately."""
+        if self._room.is_within_share(wanted.tenant, wanted.num_bytes):
+            return self._uses.wait_s(self._line.num_waiting(), self._num_in_use())
+        return self._uses.wait_s(self._line.num_waiting(wanted.tenant), self._room.num_used(wanted.tenant))
+
+    def _num_in_use(self) -> int:
+        return sum(entry.is_ready and bool(entry.leases) for entry in self._entries.values())
 
     def _take(self, wanted: Wanted, may_make_room: bool) -> Outcome:
         """Lease a place, if there is one or idle adapters can leave one; else all stays as it was."""
@@ -180,6 +192,8 @@ class HostAdapters:
         self._entries.move_to_end(wanted.digest)
         if not is_leased:
             self._room.use(wanted.tenant, entry.num_bytes)
+        if not entry.leases:
+            entry.used_since_s = self._clock()
         entry.leases[wanted.tenant] += 1
         return Outcome.TAKEN
 
@@ -230,6 +244,8 @@ class HostAdapters:
         if not entry.leases[tenant]:
             del entry.leases[tenant]
             self._room.end_use(tenant, entry.num_bytes)
+        if not entry.leases and entry.is_ready:
+            self._uses.note(self._clock() - entry.used_since_s)
         self._settle(digest, entry)
 
     def _settle(self, digest: AdapterDigest, entry: _Entry) -> None:
@@ -285,6 +301,7 @@ class HostAdapters:
                     return await call()
                 except HostMemoryFull as error:
                     if time.monotonic() >= deadline:
+                        error.retry_after_s = self._uses.wait_s(len(self._missing), self._num_in_use())
                         raise
                     self._missing[key] = error.missing_bytes
                     self._retire_missing()

@@ -45,6 +45,10 @@ class HostLine:
         self._patience_s = patience_s
         self._waiting: list[_Waiting] = []
 
+    def num_waiting(self, tenant: str | None = None) -> int:
+        """Who waits, of one tenant or of all."""
+        return sum(tenant is None or one.wanted.tenant == tenant for one in self._waiting)
+
     async def enter(self, wanted: Wanted) -> bool:
         """Take a place, at once or within the patience. False if there was none."""
         mine = _Waiting(wanted)

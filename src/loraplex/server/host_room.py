@@ -7,8 +7,6 @@ from collections import Counter
 
 from loraplex.core import AdapterRefused, CallerLimitReached, Overloaded, OverloadReason, RefusalReason
 
-RETRY_AFTER_S = 1.0
-
 
 def share_of(total: int) -> int:
     """What one tenant may use at once: all but a quarter, but at least one."""
@@ -70,16 +68,16 @@ class HostRoom:
             message = f"The adapter has {num_bytes} bytes; the server keeps {self.max_bytes} (--cpu-lora-memory)."
             raise AdapterRefused(RefusalReason.TOO_LARGE, message)
 
-    def refusal(self, tenant: str, num_bytes: int) -> Overloaded:
+    def refusal(self, tenant: str, num_bytes: int, retry_after_s: float) -> Overloaded:
         """Why a request did not get a place in time."""
         if not self.is_within_share(tenant, num_bytes):
             limit = f"{share_of(self.max_bytes)} bytes (three quarters of --cpu-lora-memory)"
             if self.max_adapters is not None:
                 limit = f"{share_of(self.max_adapters)} (three quarters of --max-cpu-loras), or {limit}"
             message = f"This tenant's requests use their share of adapters in host memory: {limit}."
-            return CallerLimitReached(message, RETRY_AFTER_S)
+            return CallerLimitReached(message, retry_after_s)
         limit = f"{self.max_bytes} bytes (--cpu-lora-memory)"
         if self.max_adapters is not None:
             limit = f"{self.max_adapters} (--max-cpu-loras), {limit}"
         message = f"The adapters in host memory are all in use: {limit}."
-        return Overloaded(message, RETRY_AFTER_S, OverloadReason.HOST_MEMORY)
+        return Overloaded(message, retry_after_s, OverloadReason.HOST_MEMORY)
