@@ -219,10 +219,11 @@ def test_a_server_with_a_registry_answers_each_caller_with_its_own(
             registry.adapters.activate(operator, tenant, "one", version.number, expected=None)
         chief = registry.keys.create(operator, "acme", Role.OPERATOR).key.reveal()
     body: dict[str, object] = {"model": "one", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
-    early = ("--pin", "acme/one", "--preload", "globex/one", "--preload-recent", "3")
+    early = ("--pin", "acme/one", "--preload", "globex/one", "--preload-recent", "3", "--cpu-lora-memory", "4M")
     with serving(base, "--data-dir", str(tmp_path / "data"), *early) as (url, said):
         assert pool_of(url, chief) == [("resident", False), ("resident", True)]
         assert "with a registry of 2 tenants with 2 active adapters" in said[-1]
+        assert any("--cpu-lora-memory keeps 4 MiB" in line and "hold 7.99 MiB" in line for line in said), said
         assert call(f"{url}/v1/completions", None, body)[0] == 401
         digests = set()
         for key in keys.values():
