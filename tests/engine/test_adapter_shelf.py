@@ -134,12 +134,13 @@ def test_eviction_for_room_in_host_memory_has_a_reason_of_its_own(
     client = AsyncEngine(harness.engine)
     refs = [harness.load(name, tiny_adapter(base, seed=seed)) for seed, name in enumerate("ab")]
     for ref, for_room in zip(refs, (True, False), strict=True):
-        assert (client.is_in_host_memory(ref.digest), client.is_in_pool(ref.digest)) == (True, False)
+        num_bytes = harness.engine.shelf.packed[ref.digest].num_pages * harness.engine.arena.page_bytes
+        assert (client.host_bytes(ref.digest), client.is_in_pool(ref.digest)) == (num_bytes, False)
         harness.answer(random_prompt(9), GREEDY, ref)
         assert client.is_in_pool(ref.digest)
         client.retire_adapter(ref.digest, for_room=for_room)
         harness.step()
-        assert (client.is_in_host_memory(ref.digest), client.is_in_pool(ref.digest)) == (False, False)
+        assert (client.host_bytes(ref.digest), client.is_in_pool(ref.digest)) == (0, False)
     assert dict(harness.engine.stats().evictions_by_reason) == {
         "load": 0,
         "start": 0,

@@ -367,6 +367,24 @@ def test_the_pace_is_a_mean_of_the_latest_within_bounds() -> None:
     assert pace.wait_s(0, 1) == pytest.approx(2.0, abs=0.1)
 
 
+async def test_what_came_counts_by_the_bytes_that_it_takes(engine: FakeEngine, store: Store) -> None:
+    """Tensors stored in float32 take half as much in pages of bfloat16, small ones take whole pages."""
+    host, room = Host(engine, None, max_bytes=100), []
+    engine.sizes = {A: 20, B: 20, C: 60}
+    for digest in (A, B, C):
+        await lease(host, store, "a", digest, num_bytes=35)
+        room.append((host.adapters._room._num_bytes, host.adapters._room._bytes_used["a"]))
+    assert room == [(20, 20), (40, 40), (100, 100)]
+    with pytest.raises(CallerLimitReached):
+        await lease(host, store, "a", D)
+    for digest in (A, B, C):
+        host.release(digest, "a")
+    assert (host.adapters._room._bytes_used, engine.retired) == ({}, [])
+    await lease(host, store, "b", D, num_bytes=30)
+    assert engine.retired == [A, B]
+    assert host.adapters._room._num_bytes == 60 + 30
+
+
 # ---------------------------------------------------------------------- thrash
 async def test_adapters_that_come_back_soon_are_counted_and_told_with_the_bytes_that_would_keep_them(
     engine: FakeEngine, store: Store, caplog: pytest.LogCaptureFixture

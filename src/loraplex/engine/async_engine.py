@@ -113,8 +113,9 @@ class AsyncEngine:
         """Keep an adapter that was added packed on disk, if there is a place for that. Blocks."""
         self.engine.store_adapter(digest)
 
-    def is_in_host_memory(self, digest: AdapterDigest) -> bool:
-        return digest in self.engine.shelf.packed
+    def host_bytes(self, digest: AdapterDigest) -> int:
+        packed = self.engine.shelf.packed.get(digest)
+        return 0 if packed is None else packed.num_pages * self.engine.arena.page_bytes
 
     def is_in_pool(self, digest: AdapterDigest) -> bool:
         return self.engine.scheduler.residency.is_placed(digest)

@@ -25,8 +25,11 @@ class ServingEngine(EngineClient, Protocol):
         """Keep an adapter that was added where `restore_adapter` finds it, if there is such a place."""
         ...
 
-    def is_in_host_memory(self, digest: AdapterDigest) -> bool:
-        """Whether an adapter that was added has not left yet, also one that was retired. Does not block."""
+    def host_bytes(self, digest: AdapterDigest) -> int:
+        """Bytes that an adapter takes of host memory, until it has left that once it is retired; 0: it is not there.
+
+        Does not block.
+        """
         ...
 
     def is_in_pool(self, digest: AdapterDigest) -> bool:

@@ -82,8 +82,9 @@ class _Leaving:
 class HostAdapters:
     """Adapters by digest within a `HostRoom`. Belongs to one event loop; reading and packing happen in threads.
 
-    A request that finds no place waits for one for up to `patience_s`. The room counts bytes as stored; what the engine
-    really holds has a bound of its own, and where that is reached, idle adapters go and reads wait as long.
+    A request that finds no place waits for one for up to `patience_s`. The room counts bytes as stored until an
+    adapter has come, then what it takes; that has a bound in the engine too, and where it is reached, idle adapters go
+    and reads wait as long.
     """
 
     def __init__(
@@ -239,6 +240,17 @@ class HostAdapters:
                 self._room.max_bytes,
             )
 
+    def _resize(self, entry: _Entry, num_bytes: int) -> None:
+        """Count an adapter by what it takes, in pages, rather than by its tensors as stored."""
+        if not num_bytes:
+            return
+        self._room.remove(entry.num_bytes)
+        self._room.add(num_bytes)
+        for tenant in entry.leases:
+            self._room.end_use(tenant, entry.num_bytes)
+            self._room.use(tenant, num_bytes)
+        entry.num_bytes = num_bytes
+
     def _drop_lease(self, tenant: str, digest: AdapterDigest, entry: _Entry) -> None:
         entry.leases[tenant] -= 1
         if not entry.leases[tenant]:
@@ -272,6 +284,7 @@ class HostAdapters:
             with_room = partial(self._with_room, progress)
             was_packed = await self._reads.load(tenant, source, with_room, progress)
             entry.is_ready, entry.read_s = True, time.perf_counter() - started
+            self._resize(entry, self._engine.host_bytes(source.digest))
             self._figures = self._figures.loaded(entry.read_s, was_packed=was_packed)
             self._reads.keep(source.digest)
         except Exception as error:
@@ -319,7 +332,7 @@ class HostAdapters:
         self._leaving = {
             digest: one
             for digest, one in self._leaving.items()
-            if now < one.until_s and self._engine.is_in_host_memory(digest)
+            if now < one.until_s and self._engine.host_bytes(digest)
         }
         wanted = sum(self._missing.values()) - sum(one.num_bytes for one in self._leaving.values())
         for digest in self._idle() if wanted > 0 else ():

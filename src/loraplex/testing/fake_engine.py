@@ -175,6 +175,7 @@ class FakeEngine:
     stored: dict[AdapterDigest, Adapter] = field(default_factory=dict)
     in_pool: set[AdapterDigest] = field(default_factory=set)
     leaving: set[AdapterDigest] = field(default_factory=set)
+    sizes: dict[AdapterDigest, int] = field(default_factory=dict)
     pinned: set[AdapterDigest] = field(default_factory=set)
     pin_error: LoraplexError | None = None
     preloaded: list[tuple[AdapterDigest, bool]] = field(default_factory=list)  # and whether into free pages alone
@@ -297,9 +298,12 @@ class FakeEngine:
         """Note it in `weights`."""
         self.weights[tenant] = weight
 
-    def is_in_host_memory(self, digest: AdapterDigest) -> bool:
-        """Whether it is in `held` or `leaving`."""
-        return digest in self.held or digest in self.leaving
+    def host_bytes(self, digest: AdapterDigest) -> int:
+        """Of what is in `held` or `leaving`: `sizes`, or what the adapter has as stored."""
+        if digest in self.leaving:
+            return self.sizes.get(digest, 1)
+        adapter = self.held.get(digest)
+        return 0 if adapter is None else self.sizes.get(digest, adapter.num_bytes)
 
     def is_in_pool(self, digest: AdapterDigest) -> bool:
         """Whether it is in `in_pool`."""
