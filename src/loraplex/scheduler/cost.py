@@ -5,7 +5,6 @@ weights takes `fixed_ms` however few tokens there are; beyond a number of tokens
 """
 
 import math
-import sys
 from dataclasses import dataclass
 
 MIN_SAMPLES = 32  # steps seen before a calibrated model is trusted
@@ -15,6 +14,7 @@ LEAST_RANKS_SHARE = 0.1  # of a step without ranks: time that adapters get whate
 CLIP = 4.0  # typical residuals that a step may be off before it counts as this much off
 _PRIOR = 1e-7  # weight of the start values; so little that a feature seen a few times overrules it
 _SIZE = 4
+_ANY_TOKENS = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class CostModel:
     def max_tokens(self, target_ms: float, num_kv_tokens: int, sum_ranks: float) -> int:
         """Tokens with which such a step takes `target_ms`; at least those that cost nothing beside the weights."""
         left_ms = target_ms - self.kv_token_ms * num_kv_tokens - self.rank_ms * sum_ranks
-        return int(max(self.fixed_ms, left_ms) / self.token_ms) if self.token_ms > 0.0 else sys.maxsize
+        return int(max(self.fixed_ms, left_ms) / self.token_ms) if self.token_ms > 0.0 else _ANY_TOKENS
 
     @property
     def tokens_per_rank(self) -> float:
