@@ -238,12 +238,13 @@ def show(cases: dict[str, Any], over: dict[str, Any]) -> None:
             *(f"{one['first_token_ms'][key]:.0f}" for key in ("mean", "p99")),
             *(f"{one['attainment'][key]:.3f}" if "attainment" in one else "" for key in ("6 s", "0.5 s")),
             f"{one['tpot_ms'].get('p50', 0):.1f}",
-            str(one["loads"]),
+            *(str(one[key]) for key in ("requests", "distinct_asked", "loads", "evictions")),
         ]
         for name, one in cases.items()
         if "error" not in one
     ]
-    columns = ("run", "req/s", "tok/s", "first mean ms", "p99", "in 6 s", "in 0.5 s", "TPOT p50", "loads")
+    columns = ("run", "req/s", "tok/s", "first mean ms", "p99", "in 6 s", "in 0.5 s", "TPOT p50", "requests")
+    columns += ("distinct", "loads", "evictions")
     show_table("S-LoRA's workload", columns, rows)
     for name, ratio in over.items():
         print(f"{name}: {ratio['req_s']:.3f} requests a second, {ratio['tok_s']:.3f} tokens", flush=True)
