@@ -2,11 +2,13 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from loraplex.core import AdapterRef, Histogram, Request, RequestId, SamplingParams, Timings
+from loraplex.core import AdapterDigest, AdapterRef, Histogram, Request, RequestId, SamplingParams, Timings
 from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HistogramCounter, distinct_bucket
+from loraplex.engine.packed_files import PackedFiles
 
 from ..conftest import MakeAdapter, MakeBase
 from ..oracle import Harness, random_prompt
@@ -128,6 +130,26 @@ def test_steps_and_tokens_are_counted_by_distinct_adapters(tiny_base: MakeBase, 
 
 
 # ---------------------------------------------------------------------- adapters
+def test_residency_tells_what_is_only_on_disk(tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path) -> None:
+    packed_files, other_stamp = (PackedFiles(tmp_path, 2**24, stamp) for stamp in ("stamp", "other stamp"))
+    harness, refs = engine_with(tiny_base, tiny_adapter, 2)
+    harness.engine.shelf._files = packed_files
+    kept, gone = (ref.digest for ref in refs)
+    for digest in (kept, gone):
+        harness.engine.store_adapter(digest)
+    other_stamp.store(AdapterDigest("f" * 64), harness.engine.shelf.packed[kept])
+    harness.engine.retire_adapter(gone)
+    harness.engine.shelf.sweep()
+    found = {one.digest: one for one in harness.engine.residency()}
+    assert list(found) == sorted([kept, gone])
+    assert (found[kept].in_host_memory, found[gone].in_host_memory) == (True, False)
+    assert (found[gone].state, found[gone].num_pages, found[gone].num_bytes) == ("absent", 0, 0)
+    sizes = {path.name[:64]: path.stat().st_size for path in tmp_path.iterdir()}
+    assert {digest: one.packed_bytes for digest, one in found.items()} == {d: sizes[d] for d in (kept, gone)}
+    packed_files.remove(gone)
+    assert [one.digest for one in harness.engine.residency()] == [kept]
+
+
 def test_residency_tells_where_adapters_are(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> None:
     harness, refs = engine_with(tiny_base, tiny_adapter, 2)
     used, unused = refs

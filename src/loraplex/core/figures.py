@@ -62,12 +62,13 @@ class AdapterResidence:
     digest: AdapterDigest
     state: str
     in_host_memory: bool
-    num_pages: int  # that it has in the pool, or would have
+    num_pages: int  # that it has in the pool, or would have; 0 where it is neither there nor in host memory
     num_bytes: int  # of these pages
     num_running: int  # sequences that run on it; while there are any it is not evicted
     popularity: float  # starts since it came into the pool, with a half-life of a minute
     idle_s: float | None  # since the last start; None if there was none since it came
     is_pinned: bool = False  # never evicted once it is in the pool
+    packed_bytes: int = 0  # of its packed file on disk; 0 where there is none
 
 
 @dataclass(frozen=True, slots=True)

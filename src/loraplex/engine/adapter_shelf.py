@@ -107,6 +107,10 @@ class AdapterShelf:
         """What became of packed files; zeros where none are kept."""
         return self._files.counts() if self._files is not None else PackedFileCounts()
 
+    def file_sizes(self) -> dict[AdapterDigest, int]:
+        """Bytes of the packed files, by adapter; empty where none are kept."""
+        return self._files.sizes() if self._files is not None else {}
+
     def host_memory(self) -> HostMemory:
         """What is held and leased now."""
         arena = self._arena

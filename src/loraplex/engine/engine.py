@@ -486,4 +486,4 @@ class Engine:
 
     def residency(self) -> tuple[AdapterResidence, ...]:
         """Where every adapter is that the engine knows, by digest."""
-        return residences(self.scheduler, self.shelf.packed.copy(), self._now)
+        return residences(self.scheduler, self.shelf.packed.copy(), self.shelf.file_sizes(), self._now)

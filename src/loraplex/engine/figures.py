@@ -156,13 +156,19 @@ _ABSENT = Placement(AdapterState.ABSENT, 0, 0, 0.0, None)
 
 
 def residences(
-    scheduler: Scheduler, packed: Mapping[AdapterDigest, PackedAdapter], now: float
+    scheduler: Scheduler,
+    packed: Mapping[AdapterDigest, PackedAdapter],
+    file_sizes: Mapping[AdapterDigest, int],
+    now: float,
 ) -> tuple[AdapterResidence, ...]:
-    """Every adapter that is packed in host memory, in the pool, or failed lately, by digest. `packed` is a copy."""
+    """Every adapter that is packed in host memory or on disk, in the pool, or failed lately, by digest.
+
+    `packed` and `file_sizes` (of packed files, in bytes) are copies.
+    """
     placements = scheduler.residency.placements(now)
     page_bytes = scheduler.geometry.page_bytes
     found = []
-    for digest in sorted(placements.keys() | packed.keys()):
+    for digest in sorted(placements.keys() | packed.keys() | file_sizes.keys()):
         place, image = placements.get(digest, _ABSENT), packed.get(digest)
         num_pages = place.num_pages or (image.num_pages if image is not None else 0)
         found.append(
@@ -176,6 +182,7 @@ def residences(
                 popularity=place.popularity,
                 idle_s=max(0.0, now - place.used_s) if place.used_s is not None else None,
                 is_pinned=scheduler.residency.is_pinned(digest),
+                packed_bytes=file_sizes.get(digest, 0),
             )
         )
     return tuple(found)

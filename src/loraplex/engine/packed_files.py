@@ -79,6 +79,13 @@ class PackedFiles:
         with self._lock:
             return PackedFileCounts(**{**self._counts, "num_bytes": sum(self._sizes.values())})
 
+    def sizes(self) -> dict[AdapterDigest, int]:
+        """Bytes of each adapter's file that is packed as these are."""
+        ending = self._name(AdapterDigest(""))
+        with self._lock:
+            found = [(name.removesuffix(ending), size) for name, size in self._sizes.items() if name.endswith(ending)]
+        return {AdapterDigest(digest): size for digest, size in found}
+
     def __contains__(self, digest: AdapterDigest) -> bool:
         return self._name(digest) in self._sizes
 
