@@ -240,7 +240,7 @@ def test_target_bounds_the_time_of_a_token() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_pool_larger_by_the_figure_spares_about_nine_in_ten_reloads(prefix_caching: bool) -> None:
-    """Cached prefixes push adapters out too, so they count; those of adapters that left go first, so they do not."""
+    """Cached prefixes push adapters out too, and a pool that kept an adapter would keep its prefixes: so they count."""
     traffic = Traffic(rate=20.0, duration_s=30.0, num_adapters=300, ranks=(8, 16), base_share=0.0, prompt_median=300.0)
     workload, policy = make_workload(traffic, seed=1), Policy("", prefix_caching=prefix_caching)
 

@@ -1,11 +1,13 @@
 """States of an adapter in the pool, and what is evicted first."""
 
 import itertools
+import random
+from collections import OrderedDict
 
 import pytest
 
 from loraplex.core import AdapterDigest
-from loraplex.core.reloads import MAX_EVICTED, OFTEN, Reloads
+from loraplex.core.reloads import MAX_EVICTED, OFTEN, SOON_S, Reloads
 from loraplex.pool import AdapterResidency, AdapterState, EvictionReason, PagePool, Placement, ReloadCost
 from loraplex.pool.adapter_state import AdapterEvent, next_state
 
@@ -173,6 +175,49 @@ def test_thrash_is_told_once_a_minute_and_forgotten_after_one() -> None:
     assert reloads.missing(5.0) == 3
     assert (reloads.missing(100.0), reloads.thrash(100.0)) == (0, 0)
     assert reloads.count == OFTEN + 10
+
+
+def test_what_comes_back_long_after_is_no_reload() -> None:
+    reloads = Reloads()
+    reloads.loaded(B, 0.0)
+    reloads.evicted(A, 3)
+    reloads.loaded(A, SOON_S + 1.0)
+    assert (reloads.count, reloads.missing(SOON_S + 1.0)) == (0, 0)
+    reloads.evicted(A, 3)
+    reloads.loaded(A, 2.0 * SOON_S)
+    assert (reloads.count, reloads.missing(2.0 * SOON_S)) == (1, 3)
+
+
+def misses_again(trace: list[int], capacity: int, reloads: Reloads | None = None) -> int:
+    """Misses of the second half of a trace, of what was asked for before: an LRU of things of size 1."""
+    cached, seen, count = OrderedDict[int, None](), set[int](), 0
+    for place, item in enumerate(trace):
+        if item in cached:
+            cached.move_to_end(item)
+            continue
+        count += place >= len(trace) // 2 and item in seen
+        seen.add(item)
+        if reloads is not None:
+            reloads.loaded(AdapterDigest(str(item)), 0.01 * place)
+        if len(cached) == capacity:
+            oldest, _ = cached.popitem(last=False)
+            if reloads is not None:
+                reloads.evicted(AdapterDigest(str(oldest)), 1)
+        cached[item] = None
+    return count
+
+
+@pytest.mark.parametrize(
+    ("num", "capacity", "alpha"), [(400, 100, 1.0), (400, 100, 0.7), (200, 160, 1.0), (60, 50, 0.5)]
+)
+def test_the_figure_is_what_an_lru_cache_lacks_and_not_much_more(num: int, capacity: int, alpha: float) -> None:
+    rng, reloads = random.Random(num), Reloads()
+    trace = rng.choices(range(num), [(k + 1) ** -alpha for k in range(num)], k=20_000)
+    before = misses_again(trace, capacity, reloads)
+    missing = reloads.missing(0.01 * len(trace))
+    assert 0 < missing <= num - capacity
+    assert misses_again(trace, capacity + missing) <= 0.15 * before
+    assert misses_again(trace, capacity + int(0.8 * missing)) > 0.1 * before
 
 
 def test_memory_of_evicted_adapters_is_bounded() -> None:

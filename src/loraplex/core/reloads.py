@@ -5,49 +5,77 @@ Of the pool, where sizes are in pages, and of host memory, where they are in byt
 
 import math
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 from loraplex.core.types import AdapterDigest
 
-MAX_EVICTED = 4096  # evicted adapters that are remembered
+MAX_EVICTED = 4096  # evictions that are remembered
+SOON_S = 600.0  # what comes back later than that after it was evicted is no reload
 RECENT_S = 60.0  # reloads older than this no longer count
 OFTEN = 30  # reloads within that time are thrash
-_RECENT = 128  # most reloads that the figure is taken from
+MAX_RECENT = 4096  # most reloads that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class _Evicted:
+    size: int
+    at_s: float | None  # None: before the first load
 
 
 class Reloads:
-    """Counts loads of adapters that were evicted lately.
+    """Counts loads of adapters that were evicted lately. All times are those that `loaded` was told.
 
-    The distance of a reload is how much was evicted since the adapter was: a cache larger by as much, with the same
-    order of eviction, would still have had it (Mattson's stack distance, 1970).
+    The distance of a reload is its size and that of all that was evicted since the adapter was and has not come back: a
+    cache larger by as much, with the same order of eviction, would still have had it (Mattson's stack distance, 1970).
     """
 
-    __slots__ = ("_evicted", "_recent", "_reported_s", "_total", "count")
+    __slots__ = ("_evicted", "_next", "_now_s", "_recent", "_reported_s", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        self._total = 0  # evicted so far, adapters or not
-        self._evicted: OrderedDict[AdapterDigest, int] = OrderedDict()  # `_total` before each was evicted
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # when each was, and its distance
+        self._now_s: float | None = None
+        self._next = 0
+        self._evicted: OrderedDict[AdapterDigest | int, _Evicted] = OrderedDict()  # in order; numbers: no adapters
+        self._recent: deque[tuple[float, int]] = deque(maxlen=MAX_RECENT)  # when each was, and its distance
         self._reported_s = -math.inf
 
     def evicted(self, digest: AdapterDigest, size: int) -> None:
         """An adapter left because its room was wanted."""
-        self._evicted[digest] = self._total
-        self._evicted.move_to_end(digest)
-        self._total += size
+        self._evicted.pop(digest, None)
+        self._note(digest, size)
+
+    def also_evicted(self, size: int) -> None:
+        """Something else left because room was wanted, and is not expected back: a larger cache would have kept it."""
+        newest = next(reversed(self._evicted), None)
+        if isinstance(newest, int):
+            self._evicted[newest] = _Evicted(self._evicted[newest].size + size, self._now_s)
+        else:
+            self._next += 1
+            self._note(self._next, size)
+
+    def _note(self, what: AdapterDigest | int, size: int) -> None:
+        self._evicted[what] = _Evicted(size, self._now_s)
         if len(self._evicted) > MAX_EVICTED:
             self._evicted.popitem(last=False)
 
-    def also_evicted(self, size: int) -> None:
-        """Something else left because room was wanted: a larger cache would have kept that too."""
-        self._total += size
-
     def loaded(self, digest: AdapterDigest, now: float) -> None:
         """A load of an adapter begins; before others are evicted for it."""
-        before = self._evicted.pop(digest, None)
-        if before is not None:
+        self._now_s = now
+        mine = self._evicted.get(digest)
+        if mine is None:
+            return
+        if mine.at_s is None or now - mine.at_s <= SOON_S:
             self.count += 1
-            self._recent.append((now, self._total - before))
+            self._recent.append((now, self._distance(digest)))
+        del self._evicted[digest]
+
+    def _distance(self, digest: AdapterDigest) -> int:
+        total = 0
+        for other, evicted in reversed(self._evicted.items()):
+            total += evicted.size
+            if other == digest:
+                break
+        return total
 
     def missing(self, now: float, share: float = 0.9) -> int:
         """What a cache must have more so that this share of the last minute's reloads would not have been.

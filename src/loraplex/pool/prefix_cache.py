@@ -105,7 +105,7 @@ class PrefixCache:
         self._absent: set[AdapterDigest] = set()  # adapters with cached prefixes that are not in the pool
         self.num_pages = 0
         self.num_evictions = 0
-        self.on_evict: Callable[[], None] = lambda: None  # for each page of worth that gave way
+        self.on_evict: Callable[[], None] = lambda: None  # for each page that gave way
 
     # ------------------------------------------------------------------ look-ups
     def match(self, space: CacheSpace, tokens: Sequence[int], num_tokens: int) -> tuple[PrefixNode, ...]:
@@ -184,13 +184,12 @@ class PrefixCache:
     def _queue(self, node: PrefixNode) -> None:
         is_lost = node.space.digest in self._absent
         worth = None if is_lost else min(node.num_hits + self._reuse.share, MAX_HITS) * self.page_s
-        self._idle.add(node, 1, worth, lambda: self._make_room(node, was_lost=is_lost))
+        self._idle.add(node, 1, worth, lambda: self._make_room(node))
 
-    def _make_room(self, node: PrefixNode, *, was_lost: bool) -> None:
+    def _make_room(self, node: PrefixNode) -> None:
         """Free a page because it is wanted."""
         self._evict(node)
-        if not was_lost:
-            self.on_evict()
+        self.on_evict()
 
     def _evict(self, node: PrefixNode) -> None:
         """Free a page that nobody uses and that none follows."""
