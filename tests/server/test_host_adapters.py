@@ -204,6 +204,24 @@ async def test_a_read_that_nobody_waits_for_any_more_ends_and_is_kept(engine: Fa
     assert await host.acquire(A, "x", store.read(A)) is None
 
 
+async def test_reads_that_nobody_waits_for_any_more_count_to_their_tenants_share(
+    engine: FakeEngine, store: Store
+) -> None:
+    """Else one tenant, by asking and leaving, could fill the room with reads from a store that hangs."""
+    host = Host(engine, 4)
+    store.open.clear()
+    leaving = [asyncio.create_task(host.acquire(digest, "x", store.read(digest))) for digest in (A, B, C)]
+    await until(lambda: len(store.reads) == 3)
+    for one in leaving:
+        one.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    with pytest.raises(CallerLimitReached):
+        await host.acquire(D, "x", store.read(D))
+    store.open.set()
+    await until(lambda: host.num_ready == 3)
+    await host.acquire(D, "x", store.read(D))
+
+
 async def test_other_weights_than_were_asked_for_are_refused(engine: FakeEngine, store: Store) -> None:
     host = Host(engine, 1)
     with pytest.raises(ServerError, match="was read where"):

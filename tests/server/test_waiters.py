@@ -1,6 +1,7 @@
 """Who waits for an adapter before the engine queues it: counted by stage, and bounded as the queue is."""
 
 import asyncio
+import json
 import threading
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from loraplex.server import ServerConfig
 from loraplex.server.adapter_reads import AdapterSource
 from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.host_room import HostRoom
+from loraplex.server.threads import LONG_TEXT
 from loraplex.server.waiters import Stage, Waiters
 from loraplex.testing import FakeEngine
 
@@ -138,4 +140,81 @@ async def test_a_full_queue_is_noticed_before_an_adapter_is_read_or_another_leav
         assert_error(await client.post("/v1/completions", json=ask("b")), 503, code="overloaded")
         assert (site.engine.retired, len(site.engine.held)) == ([], 1)
         assert site.app.state.service.catalog.host_figures().from_store.count == 1
+    site.close()
+
+
+class LeavingClient:
+    """An ASGI client that asks for a completion and goes once that is told to it."""
+
+    def __init__(self, key: str, body: dict[str, Any]) -> None:
+        self.body, self.has_left = json.dumps(body).encode(), asyncio.Event()
+        self.unsent = [{"type": "http.request", "body": self.body, "more_body": False}]
+        named = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        self.headers = [(name.encode(), value.encode()) for name, value in named.items()]
+
+    async def call(self, app: Any) -> None:
+        path = "/v1/completions"
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode()}
+        scope |= {"query_string": b"", "root_path": "", "scheme": "http", "server": ("test", 80), "client": ("c", 1)}
+        await app({**scope, "headers": self.headers}, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self.unsent:
+            return self.unsent.pop()
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        raise AssertionError(f"nobody is there to be told {message}")
+
+
+async def test_clients_that_leave_while_a_store_is_slow_take_nobodys_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, gate, real = Site(tmp_path, engine=fake_engine(max_waiting=3)), threading.Event(), Registry.read
+
+    def slow(self: Registry, *args: Any) -> Any:
+        assert gate.wait(5)
+        return real(self, *args)
+
+    monkeypatch.setattr(Registry, "read", slow)
+    key = site.tenant("acme", "a")
+    service = site.app.state.service
+    clients = [LeavingClient(key, ask("a")) for _ in range(3)]
+    calls = [asyncio.create_task(one.call(site.app)) for one in clients]
+    await until(lambda: service.waiters._by_tenant.total() == 3)
+    for one in clients:
+        one.has_left.set()
+    async with asyncio.timeout(2.0):
+        await asyncio.gather(*calls)
+    assert [line["status"] for line in site.lines() if line["event"] == "request"] == [499] * 3
+    assert service.waiters._by_tenant == {}
+    async with site.client(key) as client:
+        assert (await client.post("/v1/completions", json=ask(BASE_NAME))).status_code == 200
+        gate.set()
+        await until(lambda: service.catalog.host_figures().num_ready == 1)
+        await until(lambda: not service.catalog._host._room.num_used("acme"))
+        assert (await client.post("/v1/completions", json=ask("a"))).status_code == 200
+    assert service.catalog.host_figures().from_store.count == 1, "what was read for those who left is kept"
+    site.close()
+
+
+async def test_a_request_counts_to_the_queue_while_its_prompt_is_made_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, gate, real = Site(tmp_path, engine=fake_engine(max_waiting=1)), threading.Event(), FakeEngine.encode
+
+    def slow(self: FakeEngine, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        assert len(text) < LONG_TEXT or gate.wait(5)
+        return real(self, text[:8], add_special_tokens)
+
+    monkeypatch.setattr(FakeEngine, "encode", slow)
+    async with site.client(site.tenant("acme", "a")) as client:
+        long = asyncio.create_task(client.post("/v1/completions", json=ask("a", prompt="x" * (LONG_TEXT + 1))))
+        metrics = site.app.state.service.metrics
+        await until(lambda: 'loraplex_host_waiting{stage="text"} 1.0' in metrics.render().decode())
+        assert_error(await client.post("/v1/completions", json=ask(BASE_NAME)), 503, code="overloaded")
+        gate.set()
+        assert (await long).status_code == 200
+        assert (await client.post("/v1/completions", json=ask(BASE_NAME))).status_code == 200
     site.close()

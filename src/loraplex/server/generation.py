@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -75,25 +75,28 @@ class Job:
         return len(self.prompts) * self.params.n
 
 
-async def answer(service: Service, http: HttpRequest, job: Job) -> Response:
-    """Run a job. Errors before the first token are raised, so that they become HTTP errors for streams too."""
-    context = context_of(http)
+async def answer(service: Service, http: HttpRequest, prepare: Callable[[], Awaitable[Job]]) -> Response:
+    """Prepare a job and run it, until the client goes: then nothing is waited for, and ClientDisconnect is raised.
+
+    Errors before the first token are raised, so that they become HTTP errors for streams too.
+    """
+    return await until_disconnect(http.receive, _answer(service, context_of(http), prepare))
+
+
+async def _answer(service: Service, context: RequestContext, prepare: Callable[[], Awaitable[Job]]) -> Response:
+    job = await prepare()
     requests = context.tally.requests = job.requests()
     source = merge([_outputs(service.engine, request, job.deadline) for request in requests])
     if not job.stream:
-        return await until_disconnect(http.receive, _whole_answer(job, context, source))
+        return await _whole_answer(job, context, source)
     try:
-        first = await until_disconnect(http.receive, _first(source))
+        first = await anext(source)
     except BaseException:
         await source.aclose()
         raise
     events = _StreamWriter(service, job, context).events(first, source)
     headers = identity_headers(first.item.served_by)
     return EventStream(events, headers, service.config.stall_timeout_s)
-
-
-async def _first(source: AsyncGenerator[Tagged[RequestOutput], None]) -> Tagged[RequestOutput]:
-    return await anext(source)
 
 
 async def _outputs(

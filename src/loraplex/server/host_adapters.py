@@ -128,6 +128,8 @@ class HostAdapters:
         doubles with each failure in a row: Overloaded (ADAPTER_LOAD) says how long. Raises Overloaded,
         CallerLimitReached where the tenant has its share, AdapterRefused for one that can never fit, StoreUnavailable
         where reading takes too long, and what the source raises. Only after success must `release` be called.
+
+        Who is cancelled waits no longer; the read goes on, and its room counts to the tenant's share until it ends.
         """
         known = self._entries.get(source.digest)
         if known is None or not known.is_ready:
@@ -144,6 +146,9 @@ class HostAdapters:
                     waiter.progress = load.progress
                 await asyncio.shield(load.task)
             waited_s = time.perf_counter() - started if was_read else 0.0
+        except asyncio.CancelledError:
+            load.task.add_done_callback(lambda _: self._drop_lease(tenant, source.digest, entry))
+            raise
         except BaseException:
             self._drop_lease(tenant, source.digest, entry)
             raise

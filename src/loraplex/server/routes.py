@@ -1,6 +1,6 @@
 """The handlers, and the table of routes. A route is behind an API key unless the table says that it is public."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from starlette.requests import Request
@@ -19,6 +19,10 @@ from loraplex.server.routing import RouteSpec
 from loraplex.server.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from loraplex.server.service import Service
 from loraplex.server.tenant_limits import engine_priority
+from loraplex.server.waiters import Progress, Stage, Waiter
+
+Prepare = Callable[[Waiter], Awaitable[Job]]
+"""Gets a request's adapter and makes a job of its body; the waiter is kept told what is waited for."""
 
 
 async def create_completion(service: Service, http: Request) -> Response:
@@ -29,16 +33,20 @@ async def create_completion(service: Service, http: Request) -> Response:
     deadline = _deadline(http, body)
     items = prompts.completion_items(body.prompt)
     priority = _enter(service, http, body, len(items))
-    adapter = await _acquire(service, http, body, len(items), deadline)
-    given = await service.texts.run(
-        prompts.num_chars(items), prompts.completion_prompts, service.engine, items, body.add_special_tokens, body.echo
-    )
-    for prompt in given:
-        prompts.check_fits(service.engine, prompt, params, "prompt")
-    wording = CompletionFormat(want_logprobs=params.logprobs is not None)
-    tenant = _charge_prompts(http, given)
-    job = Job(given, params, adapter, tenant, priority, deadline, wording, body.stream, _include_usage(body), body.echo)
-    return await answer(service, http, job)
+
+    async def prepare(waiter: Waiter) -> Job:
+        adapter = await _acquire(service, http, body, waiter)
+        num_chars, add_special_tokens = prompts.num_chars(items), body.add_special_tokens
+        given = await service.texts.run(
+            num_chars, prompts.completion_prompts, service.engine, items, add_special_tokens, body.echo
+        )
+        for prompt in given:
+            prompts.check_fits(service.engine, prompt, params, "prompt")
+        wording = CompletionFormat(want_logprobs=params.logprobs is not None)
+        tenant, with_usage = _charge_prompts(http, given), _include_usage(body)
+        return Job(given, params, adapter, tenant, priority, deadline, wording, body.stream, with_usage, body.echo)
+
+    return await answer(service, http, partial(_admitted, service, http, len(items) * body.n, deadline, prepare))
 
 
 async def create_chat_completion(service: Service, http: Request) -> Response:
@@ -48,15 +56,18 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
     params.check_vocabulary(service.engine.base.vocab_size)
     deadline = _deadline(http, body)
     priority = _enter(service, http, body, 1)
-    adapter = await _acquire(service, http, body, 1, deadline)
-    num_chars = prompts.num_message_chars(body.messages)
-    prompt = await service.texts.run(num_chars, prompts.chat_prompt, service.engine, body)
-    limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    prompts.check_fits(service.engine, prompt, params, "messages", limit_param)
-    wording = ChatFormat(want_logprobs=params.logprobs is not None)
-    tenant = _charge_prompts(http, (prompt,))
-    job = Job((prompt,), params, adapter, tenant, priority, deadline, wording, body.stream, _include_usage(body))
-    return await answer(service, http, job)
+
+    async def prepare(waiter: Waiter) -> Job:
+        adapter = await _acquire(service, http, body, waiter)
+        num_chars = prompts.num_message_chars(body.messages)
+        prompt = await service.texts.run(num_chars, prompts.chat_prompt, service.engine, body)
+        limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        prompts.check_fits(service.engine, prompt, params, "messages", limit_param)
+        wording = ChatFormat(want_logprobs=params.logprobs is not None)
+        tenant = _charge_prompts(http, (prompt,))
+        return Job((prompt,), params, adapter, tenant, priority, deadline, wording, body.stream, _include_usage(body))
+
+    return await answer(service, http, partial(_admitted, service, http, body.n, deadline, prepare))
 
 
 def _include_usage(body: GenerationBody) -> bool:
@@ -73,6 +84,7 @@ def _enter(service: Service, http: Request, body: GenerationBody, num_prompts: i
     Raises CallerLimitReached and InvalidRequest.
     """
     context = context_of(http)
+    context.requested_model = body.model
     priority = engine_priority(context.known_caller, body.priority)
     context.tally.place = service.tenants.enter(context.known_caller, num_prompts * body.n)
     return priority
@@ -86,19 +98,28 @@ def _charge_prompts(http: Request, given: Sequence[prompts.Prompt]) -> str:
     return context.known_caller.account
 
 
-async def _acquire(
-    service: Service, http: Request, body: GenerationBody, num_prompts: int, deadline: Deadline | None
-) -> AdapterRef | None:
+async def _admitted(
+    service: Service, http: Request, num_sequences: int, deadline: Deadline | None, prepare: Prepare
+) -> Job:
+    """The job that `prepare` makes. Meanwhile it counts to the engine's queue, which is to have it at once.
+
+    Raises what `Waiters.enter` and `prepare` do, and DeadlinePassed.
+    """
+    with service.waiters.enter(context_of(http).known_caller.account, num_sequences) as waiter:
+        work = prepare(waiter)
+        return await (work if deadline is None else deadline.bound(work))
+
+
+async def _acquire(service: Service, http: Request, body: GenerationBody, waiter: Waiter) -> AdapterRef | None:
     """The adapter a request runs on, ready and kept until the answer has ended; None only for the base.
 
-    Raises what `Waiters.enter` and `ModelCatalog.acquire` do, and DeadlinePassed.
+    Raises what `ModelCatalog.acquire` does.
     """
     context = context_of(http)
-    context.requested_model, caller = body.model, context.known_caller
     on_resolved = partial(context.pin, service.engine.base)
-    with service.waiters.enter(caller.account, num_prompts * body.n) as waiter:
-        work = service.catalog.acquire(caller, body.model, on_resolved, waiter)
-        return context.hold(await work if deadline is None else await deadline.bound(work))
+    adapter = context.hold(await service.catalog.acquire(context.known_caller, body.model, on_resolved, waiter))
+    waiter.progress = Progress(Stage.TEXT)
+    return adapter
 
 
 async def _check_model(service: Service, http: Request, model: str | None) -> None:

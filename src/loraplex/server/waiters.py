@@ -1,4 +1,4 @@
-"""Requests that wait for their adapters before the engine queues them: how many, for what, and for how long.
+"""Requests that wait for their adapters and tokens before the engine queues them: how many, for what, how long.
 
 They count to the engine's queue (`--max-waiting`), so that a slow store cannot gather requests without a bound, and who
 would find the queue full is refused before anything is read, or leaves host memory, for it.
@@ -21,6 +21,7 @@ class Stage(StrEnum):
     PLACE = "place"  # room in host memory
     READ = "read"  # its adapter's bytes, from a packed file or the artifact store
     PACK = "pack"  # the check of these, and their way into pages
+    TEXT = "text"  # its prompts' tokens
 
 
 @dataclass(slots=True, eq=False)
