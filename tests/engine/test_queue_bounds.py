@@ -37,6 +37,20 @@ def test_a_tenants_part_counts_what_it_is_about_to_queue(tiny_base: MakeBase) ->
     bounds.check_sequences("b", 1, 3, 0)
 
 
+def test_when_to_come_back_counts_what_is_about_to_be_queued_too(tiny_base: MakeBase) -> None:
+    harness = Harness(tiny_base("llama"), max_waiting=20)
+    bounds, scheduler = harness.engine.queue_bounds, harness.engine.scheduler
+    for second in range(9):
+        scheduler._start_rate.note(1, float(second), is_waiting=True)
+    with pytest.raises(Overloaded) as full:
+        bounds.check_sequences("a", 1, 20, 0)
+    with pytest.raises(CallerLimitReached) as over_share:
+        bounds.check_sequences("a", 1, 10, 10)
+    assert full.value.retry_after_s == pytest.approx(20.0, rel=0.1), "one starts in a second"
+    assert over_share.value.retry_after_s == pytest.approx(10.0, rel=0.1)
+    assert scheduler.retry_after_s == 1.0
+
+
 def test_prompt_tokens_of_the_queue_are_looked_at_too(tiny_base: MakeBase) -> None:
     harness = Harness(tiny_base("llama"), max_waiting_tokens=4)
     add(harness, "one")

@@ -35,9 +35,10 @@ class QueueBounds:
         self._check_full(num_new, num_before)
         scheduler = self._scheduler
         scheduler.check_queue(num_new)  # a token each, at least
-        self._share.check_sequences(scheduler.waiting, tenant, num_new, scheduler.retry_after_s, num_before, num_own)
+        retry_after_s = scheduler.retry_after_with(num_before)
+        self._share.check_sequences(scheduler.waiting, tenant, num_new, retry_after_s, num_before, num_own)
 
     def _check_full(self, num_new: int, num_before: int) -> None:
         if len(self._scheduler.waiting) + num_before + num_new > self._max_waiting:
             message = f"The queue of {self._max_waiting} waiting sequences is full (--max-waiting)."
-            raise Overloaded(message, self._scheduler.retry_after_s)
+            raise Overloaded(message, self._scheduler.retry_after_with(num_before))

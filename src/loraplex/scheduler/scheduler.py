@@ -106,7 +106,11 @@ class Scheduler:
     @property
     def retry_after_s(self) -> float:
         """Seconds until what waits now has started, at the rate of the last starts."""
-        return self._start_rate.wait_s(len(self.waiting))
+        return self.retry_after_with(0)
+
+    def retry_after_with(self, num_more: int) -> float:
+        """As `retry_after_s`, with so many sequences more that are about to be queued. From any thread."""
+        return self._start_rate.wait_s(len(self.waiting) + num_more)
 
     def add(
         self,
