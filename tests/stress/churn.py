@@ -94,7 +94,7 @@ class Churn:
         oldest = sorted(name.usable - {name.active})
         if len(name.usable) >= _MAX_USABLE and oldest:
             await self._delete_one(wire, name, oldest[0])
-        version = await asyncio.to_thread(self.site.publish, name, self.rng.choice(self.site.library))
+        version = await asyncio.to_thread(self.site.publish, name, self.rng.choice(self.site.artifacts))
         await self._move(wire, name, version)
         return "publish"
 

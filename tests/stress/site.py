@@ -115,7 +115,7 @@ class Site:
         self.engine = Engine(loaded, max_host_bytes=self.config.host_bytes, packed_files=self.files)
         self._known: dict[int, AdapterDigest] = {}
         self._first: dict[AdapterDigest, int] = {}
-        self.library = [self._make_adapter(number) for number in range(self.config.num_adapters)]
+        self.artifacts = [self._make_adapter(number) for number in range(self.config.num_adapters)]
         self._open_registry()
         self._put_runner()
         self._serve()
@@ -160,7 +160,7 @@ class Site:
         self.operator_key = self.registry.keys.create(OPERATOR, "tenant0", Role.OPERATOR).key.reveal()
 
     def _fill(self, name: Name) -> None:
-        for directory in self.rng.sample(self.library, 2):
+        for directory in self.rng.sample(self.artifacts, 2):
             self._activate(name, self.publish(name, directory))
         self.names.append(name)
 
