@@ -178,8 +178,8 @@ async def test_preloads_and_recent_ones_come_at_start_in_order(
 ) -> None:
     recent = tmp_path / "recent.json"
     write_text(recent, Popularity({"acme/two": 9.0, "acme/gone": 7.0, "acme/one": 5.0, "acme/other": 0.5}).text())
-    site = make_site(preload=("acme/one",), num_recent=3, recent_path=recent)
     monkeypatch.setattr(preloading, "MAX_AT_ONCE", 1)
+    site = make_site(preload=("acme/one",), num_recent=3, recent_path=recent)
     async with running(site) as preloader:
         assert not preloader.is_ready
         await until(lambda: preloader.is_ready)
@@ -260,12 +260,12 @@ async def test_preloading_gives_nobody_a_right(make_site: Any) -> None:
 async def test_bug_in_the_task_is_logged_and_the_rest_goes_on(make_site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     site, keep, num_bugs = make_site(pin=("acme/one",)), Preloader._keep, 0
 
-    async def broken(self: Preloader, name: str) -> None:
+    async def broken(self: Preloader, name: str, **options: Any) -> None:
         nonlocal num_bugs
         num_bugs += 1
         if num_bugs <= 3:
             raise RuntimeError(name)
-        await keep(self, name)
+        await keep(self, name, **options)
 
     monkeypatch.setattr(Preloader, "_keep", broken)
     async with running(site) as preloader:
@@ -452,3 +452,60 @@ async def test_how_many_are_still_missing_is_told_once_when_ready_no_longer_wait
     await asyncio.sleep(0.2)
     await again.close()
     assert log.calls == [], "nothing was missing"
+
+
+async def test_pinned_names_follow_their_versions_while_the_store_of_others_hangs(store: SlowStore) -> None:
+    names = tuple(f"n{number}" for number in range(preloading.MAX_AT_ONCE + 2))
+    slow, (waiting, *_) = names[: preloading.MAX_AT_ONCE], names[preloading.MAX_AT_ONCE :]
+    preloader = over(store, pin=names)
+    preloader.start()
+    try:
+        await until(lambda: preloader.is_ready)
+        store.gates["n0"] = asyncio.Event()
+        store.versions["n0"] = 2
+        await until(lambda: store.num_reading == 1)
+        store.versions["n1"] = 2
+        await until(lambda: "n1@2" in store.engine.pinned)
+        store.versions["n1"] = 3
+        await until(lambda: "n1@3" in store.engine.pinned)
+        store.gates.update({name: asyncio.Event() for name in slow[1:]})
+        store.versions.update(dict.fromkeys(slow[1:], 4))
+        await until(lambda: store.num_reading == len(slow))
+        store.versions[waiting] = 2
+        await asyncio.sleep(0.05)
+        assert store.num_reading == len(slow), "no more are read at once"
+        store.gates["n0"].set()
+        await until(lambda: f"{waiting}@2" in store.engine.pinned)
+    finally:
+        await preloader.close()
+
+
+async def test_pinned_name_that_has_come_is_followed_while_others_still_come(store: SlowStore) -> None:
+    store.gates["slow"] = asyncio.Event()
+    preloader = over(store, pin=("slow", "a"), preload=("b",))
+    preloader.start()
+    try:
+        await until(lambda: store.engine.pinned == {"a@1"})
+        store.versions["a"] = 2
+        await until(lambda: store.engine.pinned == {"a@2"})
+        assert not preloader.is_ready
+        store.gates["slow"].set()
+        await until(lambda: preloader.is_ready)
+        assert store.engine.pinned == {"a@2", "slow@1"}
+    finally:
+        await preloader.close()
+
+
+async def test_what_is_popular_is_kept_while_a_store_hangs(store: SlowStore, tmp_path: Path) -> None:
+    path = tmp_path / "recent.json"
+    preloader = over(store, pin=("slow",), recent_path=path)
+    preloader.start()
+    try:
+        await until(lambda: preloader.is_ready)
+        store.gates["slow"] = asyncio.Event()
+        store.versions["slow"] = 2
+        await until(lambda: store.num_reading == 1)
+        path.unlink(missing_ok=True)
+        await until(path.exists)
+    finally:
+        await preloader.close()

@@ -6,7 +6,8 @@ One background task of the event loop. It moves weights only: every request stil
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,10 @@ _HALF_LIFE_S = 60.0  # of the popularity that the engine tells
 _REFILL_S = 10.0  # between looks whether popular adapters were pushed out
 _MAX_REFILLS = 8
 _MAX_SHOWN = 8  # names, in a line of the log
+
+Reading = AbstractAsyncContextManager[None]
+"""Held while weights are read, which may have to wait for it."""
+_AT_ONCE: Reading = nullcontext()
 
 NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
 
@@ -69,8 +74,8 @@ class _PinCall:
 class Preloader:
     """Belongs to one event loop. `start` it there; `close` it before the loop ends.
 
-    The lock is held for what is pinned and the engine's answer alone, never while weights are looked for or read: a
-    store that hangs holds up those names alone whose weights it has.
+    The lock is held for what is pinned and the engine's answer alone, never while weights are looked for or read, and
+    each pinned name has a task of its own: a store that hangs holds up those names alone whose weights it has.
     """
 
     def __init__(
@@ -91,6 +96,8 @@ class Preloader:
         self._num_pins: Counter[AdapterDigest] = Counter()  # names that each is pinned for
         self._calls: set[_PinCall] = set()
         self._lock = asyncio.Lock()  # over changes of pins, their leases and counts
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)  # each for as long as reading takes, which has its timeout
+        self._followed: set[str] = set()  # pinned names that are looked at now
         self._popularity = Popularity()
         self._task: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0  # at the latest
@@ -148,44 +155,46 @@ class Preloader:
             self._log.warning("preloads_late", after_s=READY_WAIT_S, num_missing=len(names), names=names[:_MAX_SHOWN])
 
     async def _run(self) -> None:
-        await self._start_all()
-        self._is_done = True
+        await self._guarded("preload_recent", self._load_scores)
         refilled = time.monotonic()
-        while True:
-            await asyncio.sleep(TICK_S)
-            await self._at_once(partial(self._guarded, "pin", self._keep, name) for name in self._pins)
-            now = time.monotonic()
-            if now - refilled >= _REFILL_S:
-                refilled = now
-                await self._guarded("refill", self._refill)
-            if now - self._noted_s >= _NOTE_S:
-                await self._guarded("popularity", self._note)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._start_all())
+            while True:
+                await asyncio.sleep(TICK_S)
+                for name in self._pins:
+                    if name not in self._followed and name not in self._coming:
+                        self._followed.add(name)
+                        group.create_task(self._follow_up(name))
+                now = time.monotonic()
+                if self._is_done and now - refilled >= _REFILL_S:
+                    refilled = now
+                    await self._guarded("refill", self._refill)
+                if now - self._noted_s >= _NOTE_S:
+                    await self._guarded("popularity", self._note)
+
+    async def _follow_up(self, name: str) -> None:
+        try:
+            await self._guarded("pin", partial(self._keep, reading=self._places), name)
+        finally:
+            self._followed.discard(name)
 
     async def _start_all(self) -> None:
         """Bring what was asked for at start: pins begin first, then preloads, then what the last run used."""
-        await self._guarded("preload_recent", self._load_scores)
         recent = self._popularity.top(self._config.num_recent)
         wanted = dict.fromkeys((*self._config.preload, *recent))
         pins, preloads = tuple(self._pins), [name for name in wanted if name not in self._pins]
         self._coming = dict.fromkeys((*pins, *preloads))
         calls = [partial(self._bring, "pin", self._keep, name) for name in pins]
-        await self._at_once([*calls, *(partial(self._bring, "preload", self._preload, name) for name in preloads)])
+        calls += [partial(self._bring, "preload", self._preload, name) for name in preloads]
+        async with asyncio.TaskGroup() as group:
+            for call in calls:
+                group.create_task(call())
+        self._is_done = True
 
     async def _bring(self, what: str, call: Callable[[str], Awaitable[None]], name: str) -> None:
-        await self._guarded(what, call, name)
+        async with self._places:  # in the order in which they were begun
+            await self._guarded(what, call, name)
         self._coming.pop(name, None)
-
-    async def _at_once(self, calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Begin all in this order, so many at once."""
-        places = asyncio.Semaphore(MAX_AT_ONCE)
-
-        async def one(call: Callable[[], Awaitable[None]]) -> None:
-            async with places:
-                await call()
-
-        async with asyncio.TaskGroup() as group:
-            for call in tuple(calls):
-                group.create_task(one(call))
 
     async def _guarded(self, what: str, call: Callable[..., Awaitable[None]], *name: str) -> None:
         """Do a part of the work, of a name or of none; what goes wrong is logged, and the rest goes on."""
@@ -226,20 +235,22 @@ class Preloader:
                 await self._let_go(pin)
             return pin is not None or bool(calls)
 
-    async def _keep(self, name: str) -> None:
-        """See that a pinned name's weights are pinned; log what keeps them from it, once."""
+    async def _keep(self, name: str, reading: Reading = _AT_ONCE) -> None:
+        """See that a pinned name's weights are pinned; log what keeps them from it, once. Reads hold `reading`."""
         pin = self._pins.get(name)
         if pin is None:
             return
         try:
-            await self._follow(name, lambda: self._pins.get(name) is pin)
+            await self._follow(name, lambda: self._pins.get(name) is pin, reading)
             pin.trouble = None
         except LoraplexError as error:
             if pin.trouble != error.code:
                 self._log.warning("pin_failed", name=name, error=error.code, message=error.message)
             pin.trouble = error.code
 
-    async def _follow(self, name: str, is_wanted: Callable[[], bool]) -> AdapterDigest | None:
+    async def _follow(
+        self, name: str, is_wanted: Callable[[], bool], reading: Reading = _AT_ONCE
+    ) -> AdapterDigest | None:
         """Have what a name stands for pinned; None if that is not wanted any more once it could be."""
         try:
             digest = await self._names.find(name)
@@ -251,7 +262,8 @@ class Preloader:
         pin = self._pins.get(name)
         if pin is not None and pin.lease is not None and pin.lease.digest == digest:
             return digest
-        lease, is_kept = await self._names.lease(name), False
+        async with reading:
+            lease, is_kept = await self._names.lease(name), False
         try:
             is_kept = await self._put(name, lease, is_wanted)
         finally:
