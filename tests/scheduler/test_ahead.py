@@ -1,12 +1,15 @@
 """Loads beside steps and shared prefixes under random pressure (T19): every page, every answer, every end."""
 
 import random
+from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from loraplex.core import FinishReason
 from loraplex.pool import AdapterState
-from loraplex.scheduler import WaitReason
+from loraplex.scheduler import Calibrator, CostModel, WaitReason
+from loraplex.scheduler.admission import Admission
 
 from ..idle import num_idle_pages
 from .world import World, digest_of, make_request, make_world, random_request
@@ -191,6 +194,38 @@ def test_walks_meet_preemption() -> None:
 
 def test_same_seed_gives_the_same_trace() -> None:
     assert walk(3, 150).trace == walk(3, 150).trace
+
+
+def walk_with_targets(seed: int, num_steps: int, patience_s: float) -> World:
+    """Adapters of 8 to 24 ranks at a millisecond each, under a target that moves between steps."""
+    rng = random.Random(seed)
+    settings = {"max_num_seqs": 8, "max_loras": rng.choice((3, 8)), "aging_s": 3.0, "adapter_patience_s": patience_s}
+    world = make_world(seed, num_pages=40, load_steps=1, **settings)
+    scheduler = world.scheduler
+    scheduler.costs = Calibrator(CostModel(1.0, 0.0, 0.0, 1.0), is_measured=True)
+    for _ in range(num_steps):
+        scheduler.config = replace(scheduler.config, tpot_target_ms=rng.choice((None, 20.0, 30.0, 50.0)))
+        if len(scheduler.sequences) < 20 and rng.random() < 0.7:
+            world.add(random_request(rng, 7))
+        if scheduler.sequences and rng.random() < 0.05:
+            scheduler.finish(rng.choice(list(scheduler.sequences)), FinishReason.ABORT)
+        world.step()
+        world.waits.append([seq.wait for seq in scheduler.waiting])
+    world.drain()
+    return world
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 100.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_pass_that_is_left_out_would_have_started_nobody(
+    seed: int, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some other patience may begin a few steps later for one whose reason to wait changes meanwhile."""
+    short = walk_with_targets(seed, 300, patience_s)
+    monkeypatch.setattr(Admission, "_is_still_stuck", lambda self, turn: False)
+    whole = walk_with_targets(seed, 300, patience_s)
+    assert short.trace == whole.trace
+    assert WaitReason.RANKS in chain.from_iterable(whole.waits)
 
 
 def test_cache_changes_no_answer() -> None:

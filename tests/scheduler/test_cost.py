@@ -81,6 +81,27 @@ def test_what_was_never_seen_keeps_its_start_value_and_nothing_is_negative() -> 
     assert min(falling.model.rank_ms, falling.model.kv_token_ms, falling.model.token_ms) >= 0.0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_look_alike_do_not_unlearn_what_was_measured(seed: int) -> None:
+    """Under a target nearly every step has the same ranks, so noise alone would decide what a rank costs."""
+    rng, costs = random.Random(seed), Calibrator(H200_8B, is_measured=True)
+    for _ in range(6000):
+        shape = StepShape(rng.randint(14, 18), rng.randint(6000, 9000), 256.0 + 64.0 * (rng.random() < 0.1))
+        costs.add(shape, H200_8B.step_ms(shape) * rng.gauss(1.0, 0.1))
+        assert 0.5 <= costs.model.rank_ms / H200_8B.rank_ms <= 2.0
+    shape = StepShape(16, 7500, 256.0)
+    assert costs.model.step_ms(shape) == pytest.approx(H200_8B.step_ms(shape), rel=0.03)
+
+
+def test_a_device_that_became_slower_is_followed_as_far_as_twice() -> None:
+    rng, costs = random.Random(1), Calibrator(H200_8B, is_measured=True)
+    for factor in (1.6, 5.0):
+        for shape in shapes(rng, 3000):
+            costs.add(shape, factor * H200_8B.step_ms(shape))
+        ratio = costs.model.fixed_ms / H200_8B.fixed_ms
+        assert ratio == pytest.approx(min(factor, 2.0), rel=0.05)
+
+
 @pytest.mark.parametrize("step_ms", [float("nan"), float("inf"), 0.0, -1.0])
 def test_measurements_that_cannot_be_are_left_out(step_ms: float) -> None:
     calibrator = Calibrator()

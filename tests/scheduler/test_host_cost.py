@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from loraplex.core import AdapterDigest, AdapterRef, Request, RequestId, SamplingParams
-from loraplex.scheduler import Scheduler, WaitReason
+from loraplex.scheduler import Calibrator, CostModel, Scheduler, WaitReason
 
 from .helpers import make_scheduler
 from .world import digest_of
 
 FEW, MANY = (20, 60), (1000, 2000)  # waiting sequences, resident adapters
 PAGES = 2
+COSTS = CostModel(fixed_ms=100.0, token_ms=0.0, kv_token_ms=0.0, rank_ms=1.0)
+RANKS_FULL = {"max_num_seqs": 32, "max_loras": 32, "tpot_target_ms": 230.0}  # for 130 ranks: 16 adapters of rank 8
 
 
 def count_bytecodes(call: Callable[[], object]) -> int:
@@ -45,6 +47,7 @@ def busy_scheduler(num_waiting: int, num_resident: int, num_running: int = 16, *
     options = {"num_pages": 20_000, "max_num_seqs": num_running, "max_step_tokens": 512, "max_loras": 16}
     options |= {"max_model_len": 256, "max_waiting_tokens": 10**6} | settings
     scheduler = make_scheduler(page_tokens=16, load_ahead=True, **options)
+    scheduler.costs = Calibrator(COSTS, is_measured=True)
     for number in range(num_resident):
         assert scheduler.residency.begin_load(digest_of(number), PAGES, (), 0.0)
         scheduler.adapter_ready(digest_of(number))
@@ -83,8 +86,8 @@ def steady_bytecodes(scheduler: Scheduler) -> int:
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({}, WaitReason.BUDGET), ({"max_num_seqs": 32}, WaitReason.SLOT)],
-    ids=["no seat is free", "no slot is free"],
+    [({}, WaitReason.BUDGET), ({"max_num_seqs": 32}, WaitReason.SLOT), (RANKS_FULL, WaitReason.RANKS)],
+    ids=["no seat is free", "no slot is free", "the target leaves no ranks"],
 )
 def test_cost_does_not_grow_with_the_queue_or_the_pool(settings: dict[str, Any], reason: WaitReason) -> None:
     few, many = (busy_scheduler(*size, **settings) for size in (FEW, MANY))

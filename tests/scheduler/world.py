@@ -17,7 +17,15 @@ from loraplex.core import (
     SequenceId,
 )
 from loraplex.pool import AdapterState, KvShape, PoolGeometry, ReloadCost
-from loraplex.scheduler import ScheduledChunk, Scheduler, SchedulerConfig, Sequence, SequenceStatus, StepPlan
+from loraplex.scheduler import (
+    ScheduledChunk,
+    Scheduler,
+    SchedulerConfig,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+    WaitReason,
+)
 
 from .helpers import EOS, VOCAB_SIZE, next_token, run_alone
 
@@ -57,6 +65,7 @@ class World:
     num_failures: int = 0
     num_loads: int = 0
     trace: list[Any] = field(default_factory=list)
+    waits: list[list[WaitReason | None]] = field(default_factory=list)  # of who waits, if the test notes them
 
     def add(self, request: Request, **options: Any) -> tuple[Sequence, ...]:
         digest = request.adapter.digest if request.adapter else None

@@ -3,6 +3,7 @@
 A pass over the queue in which nobody could start is not repeated until something changes that could let one start.
 """
 
+import math
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -78,6 +79,10 @@ class Pass:
     starved: Sequence | None = None
     num_started: int = 0
 
+    def leaves_ranks(self, rank: float) -> bool:
+        """Whether one more adapter, of this rank, keeps to the target."""
+        return self.max_ranks is None or sum(self.active.values()) + rank <= self.max_ranks
+
     def begin(self) -> None:
         """From the front of the queue."""
         self.aged = self.starved = None
@@ -86,7 +91,7 @@ class Pass:
 class Admission:
     """Moves sequences from the queue into a step."""
 
-    __slots__ = ("_arrived", "_config", "_held_back", "_load_ahead", "_parts", "_stuck", "counts")
+    __slots__ = ("_arrived", "_config", "_held_back", "_least_refused", "_load_ahead", "_parts", "_stuck", "counts")
 
     def __init__(self, parts: Parts, load_ahead: LoadAhead) -> None:
         self._parts = parts
@@ -94,6 +99,7 @@ class Admission:
         self._load_ahead = load_ahead
         self._stuck: frozenset[AdapterDigest] | None = None  # adapters that ran when a pass found nobody to start
         self._held_back = False  # whether it found one that only an aged one in front of it kept from starting
+        self._least_refused = math.inf  # rank of those that it passed over for their ranks
         self._arrived: list[Sequence] = []  # since that pass
         self.counts = StartCounts()
 
@@ -105,6 +111,7 @@ class Admission:
     def look_again(self) -> None:
         """Who could not start may now: one in front left, or an adapter came."""
         self._stuck = None
+        self._least_refused = math.inf
         self._arrived.clear()
 
     def admit(self, turn: Pass) -> None:
@@ -117,7 +124,7 @@ class Admission:
             self.look_again()
             turn.begin()
             before = len(turn.chunks)
-            if self._walk(turn) and len(turn.chunks) == before and turn.max_ranks is None:
+            if self._walk(turn) and len(turn.chunks) == before:
                 self._stuck = frozenset(turn.active)
 
     def _is_still_stuck(self, turn: Pass) -> bool:
@@ -125,7 +132,9 @@ class Admission:
 
         Nobody waits with the base then, so behind one that is aged nobody starts; in front of it the order may change.
         """
-        if self._stuck is None or turn.max_ranks is not None or self._stuck != turn.active.keys():
+        if self._stuck is None or self._stuck != turn.active.keys():
+            return False
+        if self._least_refused < math.inf and turn.leaves_ranks(self._least_refused):
             return False
         for seq in self._arrived:
             if not self._is_blocked(seq, turn):
@@ -173,8 +182,8 @@ class Admission:
             return None
         if len(active) >= self._config.max_distinct:
             return WaitReason.SLOT
-        limit = turn.max_ranks
-        if limit is not None and active and sum(active.values()) + seq.adapter_rank > limit:
+        if active and not turn.leaves_ranks(seq.adapter_rank):
+            self._least_refused = min(self._least_refused, seq.adapter_rank)
             return WaitReason.RANKS
         if self._config.load_ahead and not self._parts.residency.is_resident(seq.adapter):
             return WaitReason.LOAD

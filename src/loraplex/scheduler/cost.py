@@ -12,7 +12,9 @@ SOLVE_EVERY = 16
 FORGET = 0.998  # weight of the step before; about 500 steps are remembered
 LEAST_RANKS_SHARE = 0.1  # of a step without ranks: time that adapters get whatever the target
 CLIP = 4.0  # typical residuals that a step may be off before it counts as this much off
-_PRIOR = 1e-7  # weight of the start values; so little that a feature seen a few times overrules it
+_PRIOR = 1e-7  # weight of start values that were assumed; so little that a feature seen a few times overrules it
+_MEASURED_WEIGHT = 0.1  # of those that were measured, in squares of the fixed time
+_DRIFT = 2.0  # how far a coefficient may go from what was measured: steps that look alike tell little of it
 _SIZE = 4
 _ANY_TOKENS = 2**62
 
@@ -70,7 +72,8 @@ class Calibrator:
     """Fits a cost model to measured steps: least squares with forgetting, where outliers are clipped.
 
     A step counts for `fixed_ms` or for `token_ms`, whichever the model so far says it was bound by. A coefficient that
-    the steps say nothing about keeps its start value; none is negative.
+    the steps say nothing about keeps its start value; none is negative. One that was measured stays within half and
+    twice of that: under a target steps have nearly the same ranks, and noise would decide what a rank costs.
     """
 
     __slots__ = ("_error_ms", "_gram", "_moment", "_scale", "_start", "is_measured", "model", "num_samples")
@@ -116,17 +119,23 @@ class Calibrator:
                 self._gram[i][j] = FORGET * self._gram[i][j] + row[i] * row[j]
 
     def _solve(self) -> list[float]:
-        """Coefficients that fit best, none negative: those that would be are 0, and the others are fitted again."""
-        free = list(range(_SIZE))
-        while True:
-            gram = [[self._gram[i][j] + (_PRIOR if i == j else 0.0) for j in free] for i in free]
-            start = [self._start[i] * self._scale[i] for i in free]
-            moment = [self._moment[i] + _PRIOR * start[k] for k, i in enumerate(free)]
+        """Coefficients within their bounds that fit best: those beyond are put on them, and the others fitted again."""
+        start = [value * scale for value, scale in zip(self._start, self._scale, strict=True)]
+        weight = _MEASURED_WEIGHT * self._start[0] ** 2 if self.is_measured else _PRIOR
+        least, most = (1.0 / _DRIFT, _DRIFT) if self.is_measured else (0.0, math.inf)
+        bound: dict[int, float] = {}  # coefficients that are on a bound, in the scale of the features
+        while len(bound) < _SIZE:
+            free = [i for i in range(_SIZE) if i not in bound]
+            gram = [[self._gram[i][j] + (weight if i == j else 0.0) for j in free] for i in free]
+            rest = [sum(self._gram[i][j] * value for j, value in bound.items()) for i in free]
+            moment = [self._moment[i] + weight * start[i] - rest[k] for k, i in enumerate(free)]
             found = dict(zip(free, _solve_linear(gram, moment), strict=True))
-            kept = [i for i in free if found[i] >= 0.0]
-            if len(kept) == len(free):
-                return [found[i] / self._scale[i] if i in found else 0.0 for i in range(_SIZE)]
-            free = kept
+            beyond = {i: min(max(x, least * start[i]), most) for i, x in found.items() if not least <= x <= most}
+            if not beyond:
+                bound |= found
+                break
+            bound |= beyond
+        return [bound[i] / self._scale[i] for i in range(_SIZE)]
 
 
 def _vector(model: CostModel) -> list[float]:
