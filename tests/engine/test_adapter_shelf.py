@@ -1,6 +1,9 @@
 """Adapters between disk, host memory and the pool: nothing leaks, and they come back as they were."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +81,38 @@ def test_what_was_never_stored_or_is_damaged_is_not_restored(
     harness.step()
     assert not harness.engine.restore_adapter(adapter.digest)
     assert harness.engine.arena.num_leased == 0
+
+
+def test_packed_file_that_cannot_be_read_is_written_anew(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base("llama")
+    harness = Harness(base)
+    files = keep_packed(harness, tmp_path)
+    adapter = load_adapter(tiny_adapter(base), harness.engine.base, AdapterLimits())
+    harness.engine.add_adapter(adapter)
+    harness.engine.store_adapter(adapter.digest)
+    harness.engine.store_adapter(adapter.digest)
+    assert files.counts().num_stored == 1
+    (file,) = tmp_path.iterdir()
+    broken, real = file.stat().st_ino, os.open
+
+    def fail(path: Path | str, *args: Any, **kwargs: Any) -> int:
+        if path == file and file.stat().st_ino == broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fail)
+    harness.engine.retire_adapter(adapter.digest)
+    harness.step()
+    assert not harness.engine.restore_adapter(adapter.digest)
+    harness.engine.add_adapter(adapter)
+    harness.engine.store_adapter(adapter.digest)
+    harness.engine.retire_adapter(adapter.digest)
+    harness.step()
+    assert harness.engine.restore_adapter(adapter.digest)
+    counts = files.counts()
+    assert (counts.num_read_failures, counts.num_stored, counts.num_bytes) == (1, 2, file.stat().st_size)
 
 
 def test_restored_adapter_must_fit_the_pool_too(tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path) -> None:

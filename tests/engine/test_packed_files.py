@@ -185,10 +185,10 @@ def test_least_recently_used_go_first_and_a_restart_remembers(
         os.utime(file_of(files, digest), (number, number))
     assert files.load(digests[0], arena.allocate) is not None
     files.store(digests[3], packed)
-    assert [digest in files for digest in digests] == [True, False, True, True]
+    assert [files.has_readable(digest) for digest in digests] == [True, False, True, True]
     assert (files.counts().num_evicted, files.counts().num_bytes) == (1, 3 * size)
     again = PackedFiles(tmp_path, 2 * size, "stamp")
-    assert [digest in again for digest in digests] == [True, False, False, True]
+    assert [again.has_readable(digest) for digest in digests] == [True, False, False, True]
     assert not PackedFiles(tmp_path, size - 1, "stamp").store(digests[0], packed)
     assert list(tmp_path.iterdir()) == []
 
@@ -246,7 +246,7 @@ def test_sweep_removes_what_nobody_wants(files: PackedFiles, packed: PackedAdapt
     for digest in (kept, gone):
         files.store(digest, packed)
     assert files.sweep(lambda digest: digest == kept) == 1
-    assert (kept in files, gone in files) == (True, False)
+    assert (files.has_readable(kept), files.has_readable(gone)) == (True, False)
 
 
 def test_readers_and_writers_at_once_never_see_half_a_file(
@@ -302,8 +302,10 @@ def test_file_that_cannot_be_read_this_time_stays(
     assert os.strerror(code) in caplog.text
     counts = files.counts()
     assert (counts.num_read_failures, counts.num_misses, counts.num_dropped) == (1, 1, 0)
-    assert (arena.num_leased, adapter.digest in files) == (leased, True)
+    assert (arena.num_leased, adapter.digest in files.sizes()) == (leased, True)
+    assert not files.has_readable(adapter.digest)
     assert files.load(adapter.digest, arena.allocate) is not None, "and is there the next time"
+    assert files.has_readable(adapter.digest)
 
 
 # ---------------------------------------------------------------------- several pieces

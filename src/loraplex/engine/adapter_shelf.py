@@ -92,10 +92,10 @@ class AdapterShelf:
         return self._arena.allocate(num_pages, as_zeros=False)
 
     def store(self, digest: AdapterDigest) -> None:
-        """Write an adapter's packed file, unless it is there or the adapter is not here. Blocks."""
+        """Write an adapter's packed file, unless a readable one is there or the adapter is not here. Blocks."""
         with self._lock:
             packed = self.packed.get(digest)
-            if packed is None or self._files is None or digest in self._files:
+            if packed is None or self._files is None or self._files.has_readable(digest):
                 return
             self.held[digest] += 1
         try:

@@ -2,7 +2,7 @@
 
 A file is found by digest. It is used only if it is whole, is what its name says, and was packed for the same base
 sites, dtype, page and limits: that is its `stamp`. Anything else is dropped, and the adapter is packed from its
-artifact. A file that the system does not let be read this time stays.
+artifact. A file that the system does not let be read this time stays until it is written anew.
 """
 
 import contextlib
@@ -65,6 +65,7 @@ class PackedFiles:
         self._max_bytes = max_bytes
         self._stamp = stamp
         self._lock = threading.Lock()
+        self._unread: set[str] = set()  # files that could not be read the last time
         self._counts = dict.fromkeys(PackedFileCounts.__slots__, 0)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,8 +87,10 @@ class PackedFiles:
             found = [(name.removesuffix(ending), size) for name, size in self._sizes.items() if name.endswith(ending)]
         return {AdapterDigest(digest): size for digest, size in found}
 
-    def __contains__(self, digest: AdapterDigest) -> bool:
-        return self._name(digest) in self._sizes
+    def has_readable(self, digest: AdapterDigest) -> bool:
+        """Whether there is an adapter's file that could be read when that was last tried."""
+        name = self._name(digest)
+        return name in self._sizes and name not in self._unread
 
     # ------------------------------------------------------------------ reading
     def load(self, digest: AdapterDigest, allocate: Allocate) -> PackedAdapter | None:
@@ -107,11 +110,16 @@ class PackedFiles:
             self._count("num_dropped", "num_misses")
             self.remove(digest)
             return None
-        except OSError as error:  # EMFILE, ENOMEM, EIO: of a moment, as far as is known
+        except OSError as error:  # EMFILE, ENOMEM: of a moment; EIO, EACCES: perhaps for ever, so `store` replaces it
             _log.warning("packed adapter %s could not be read this time: %s", digest, os.strerror(error.errno or 0))
             self._count("num_read_failures", "num_misses")
+            with self._lock:
+                if name in self._sizes:
+                    self._unread.add(name)
             return None
         self._count("num_hits")
+        with self._lock:
+            self._unread.discard(name)
         self._touch(name)
         return packed
 
@@ -153,6 +161,7 @@ class PackedFiles:
         with self._lock:
             self._sizes[name] = size
             self._sizes.move_to_end(name)
+            self._unread.discard(name)
         return True
 
     # ------------------------------------------------------------------ books
@@ -225,6 +234,7 @@ class PackedFiles:
     def _forget(self, name: str) -> None:
         with self._lock:
             self._sizes.pop(name, None)
+            self._unread.discard(name)
 
     def _count(self, *names: str) -> None:
         with self._lock:
