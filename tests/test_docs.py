@@ -189,7 +189,7 @@ def test_every_limit_is_documented_beside_its_field() -> None:
 
 # ---------------------------------------------------------------------- metrics
 def test_every_metric_is_documented_with_its_type() -> None:
-    metrics = Metrics(FakeEngine().stats, lambda: HostFigures(0), Waiters(FakeEngine()).figures)
+    metrics = Metrics(FakeEngine().stats, lambda: HostFigures(0), Waiters(FakeEngine()).figures, lambda digests: {})
     metrics.observe_http("/health", 200)
     scraped = re.findall(r"^# TYPE (\S+) (\S+)$", metrics.render().decode(), re.MULTILINE)
     actual = {name: kind for name, kind in scraped if not name.endswith("_created")}

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.core import AdapterDigest, AdapterRef, Histogram, Request, RequestId, SamplingParams, Timings
+from loraplex.core import (
+    AdapterDigest,
+    AdapterRef,
+    Histogram,
+    LoadedAdapter,
+    Request,
+    RequestId,
+    SamplingParams,
+    Timings,
+)
 from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HistogramCounter, distinct_bucket
 from loraplex.engine.packed_files import PackedFiles
 
@@ -167,6 +176,19 @@ def test_residency_tells_where_adapters_are(tiny_base: MakeBase, tiny_adapter: M
     assert all(item.num_bytes == item.num_pages * page_bytes > 0 for item in found.values())
     (most,) = harness.engine.stats().popular_adapters
     assert (most.digest, most.num_running) == (used.digest, 1)
+    assert harness.engine.stats().loaded_adapters == (
+        LoadedAdapter(used.digest, in_pool=True),
+        LoadedAdapter(unused.digest, in_pool=False),
+    )
+    harness.engine.pin_adapter(unused.digest)
+    harness.run()
+    while not harness.engine.scheduler.residency.is_resident(unused.digest):
+        harness.step()
+    assert harness.engine.stats().loaded_adapters == (
+        LoadedAdapter(used.digest, in_pool=True),
+        LoadedAdapter(unused.digest, in_pool=True, is_pinned=True),
+    )
+    assert len(harness.engine.stats().popular_adapters) == 1, "one that was never used is not popular"
     harness.run()
 
 

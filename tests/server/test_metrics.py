@@ -1,6 +1,7 @@
 """The scrape: it parses, it tells the truth, and its size does not depend on who calls."""
 
 import time
+from collections.abc import Mapping
 
 import httpx
 import pytest
@@ -8,7 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.adapters import Adapter
-from loraplex.core import AdapterDigest, EngineStats, Histogram
+from loraplex.core import AdapterDigest, EngineStats, Histogram, LoadedAdapter
 from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HostMemory
 from loraplex.server.engine_metrics import MAX_LISTED_ADAPTERS
 from loraplex.server.host_figures import HostFigures
@@ -123,14 +124,21 @@ def test_who_waits_for_host_memory_is_told_by_stage_and_counted_among_all_who_wa
 
 
 def test_empty_pool_is_no_division_by_zero() -> None:
-    assert b"vllm:kv_cache_usage_perc 0.0" in Metrics(EngineStats, lambda: HostFigures(0), tuple).render()
+    assert (
+        b"vllm:kv_cache_usage_perc 0.0"
+        in Metrics(EngineStats, lambda: HostFigures(0), tuple, lambda digests: {}).render()
+    )
 
 
 # ---------------------------------------------------------------------- adapters, steps, queues
 def rendered(
-    stats: EngineStats, host: HostFigures | None = None, waiting: tuple[StageFigures, ...] = ()
+    stats: EngineStats,
+    host: HostFigures | None = None,
+    waiting: tuple[StageFigures, ...] = (),
+    names: Mapping[AdapterDigest, tuple[str, ...]] | None = None,
 ) -> dict[str, Metric]:
-    text = Metrics(lambda: stats, lambda: host or HostFigures(3), lambda: waiting).render().decode()
+    metrics = Metrics(lambda: stats, lambda: host or HostFigures(3), lambda: waiting, lambda digests: names or {})
+    text = metrics.render().decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -210,6 +218,34 @@ def test_gateways_of_both_generations_read_the_same() -> None:
         values = [families[f"vllm:{name}"].samples[0].value for name in (new, old)]
         assert values[0] == values[1] > 0
     assert families["vllm:gpu_prefix_cache_hit_rate"].samples[0].value == 0.25
+
+
+def test_loaded_adapters_are_told_to_gateways_by_name_level_and_pin() -> None:
+    a, b, c, d = (AdapterDigest(letter * 64) for letter in "abcd")
+    loaded = (LoadedAdapter(a, True, True), LoadedAdapter(b, True), LoadedAdapter(c, False), LoadedAdapter(d, False))
+    names = {a: ("sql",), b: ("chat", "talk"), c: ("sql", "law")}
+    host = HostFigures(3).loaded(0.5, was_packed=False).loaded(0.25, was_packed=True)
+    stats = EngineStats(loaded_adapters=loaded, resident_adapters=(a, b), num_adapter_loads=4, adapter_load_s=0.125)
+    families = rendered(stats, host, names=names)
+    found = {tuple(sample.labels.values()): sample.value for sample in families["vllm:lora_adapter_loaded"].samples}
+    assert found == {
+        ("sql", "gpu", "true"): 1,  # of two tenants; the one in the pool
+        ("chat", "gpu", "false"): 1,
+        ("talk", "gpu", "false"): 1,
+        ("law", "cpu", "false"): 1,
+    }
+    assert families["vllm:num_gpu_loaded_lora_adapters"].samples[0].value == 2
+    assert families["vllm:num_cpu_loaded_lora_adapters"].samples[0].value == 3
+    seconds = families["vllm:lora_adapter_load_seconds"].samples
+    told = {(s.name.rpartition("_")[2], s.labels["transition"]): s.value for s in seconds}
+    assert told == {
+        ("bucket", "load"): 2,
+        ("count", "load"): 2,
+        ("sum", "load"): 0.75,
+        ("bucket", "activate"): 4,
+        ("count", "activate"): 4,
+        ("sum", "activate"): 0.125,
+    }
 
 
 async def test_ten_thousand_adapters_make_no_more_series_than_the_most_popular(

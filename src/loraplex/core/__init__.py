@@ -21,7 +21,7 @@ from loraplex.core.errors import (
     RefusalReason,
     ServerError,
 )
-from loraplex.core.figures import AdapterResidence, AdapterUse, EngineStats, Histogram
+from loraplex.core.figures import AdapterResidence, AdapterUse, EngineStats, Histogram, LoadedAdapter
 from loraplex.core.request import (
     AdapterRef,
     ChatMessage,
@@ -61,6 +61,7 @@ __all__ = [
     "FinishReason",
     "Histogram",
     "InvalidRequest",
+    "LoadedAdapter",
     "LoraplexError",
     "ModelNotFound",
     "NonFiniteOutput",

@@ -10,6 +10,7 @@ DISTINCT_BUCKETS = ("0", "1", "2-8", "9-32", "33-64", "65+")
 
 _DISTINCT_FROM = (1, 2, 9, 33, 65)
 NUM_POPULAR_ADAPTERS = 20
+NUM_LISTED_ADAPTERS = 256
 
 
 def distinct_bucket(num_adapters: int) -> int:
@@ -53,6 +54,15 @@ class AdapterUse:
     digest: AdapterDigest
     popularity: float
     num_running: int  # sequences
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter that is in the pool, or only in host memory."""
+
+    digest: AdapterDigest
+    in_pool: bool
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +138,4 @@ class EngineStats:
     packed_files: tuple[tuple[str, int], ...] = ()  # what became of packed adapters on disk; a fixed set of events
     packed_bytes: int = 0  # of these on disk
     popular_adapters: tuple[AdapterUse, ...] = ()  # of the pool, at most NUM_POPULAR_ADAPTERS
+    loaded_adapters: tuple[LoadedAdapter, ...] = ()  # the pool's first, at most NUM_LISTED_ADAPTERS

@@ -481,7 +481,7 @@ class Engine:
         """Counters and gauges as of now, made for whoever asks."""
         scheduler = self.scheduler
         running, waiting = (self._names(reversed(tuple(them))) for them in (scheduler.running, scheduler.waiting))
-        tiers = self.shelf.file_counts(), self.shelf.host_memory()
+        tiers = self.shelf.packed.copy(), self.shelf.file_counts(), self.shelf.host_memory()
         return snapshot(scheduler, self._counters, running, waiting, self._now, *tiers)
 
     def residency(self) -> tuple[AdapterResidence, ...]:

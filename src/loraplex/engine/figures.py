@@ -4,12 +4,20 @@
 A step itself pays for what it counts alone, however many adapters there are and however many sequences wait.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
-from loraplex.core import AdapterDigest, AdapterResidence, AdapterUse, EngineStats
-from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HistogramCounter, HostMemory, distinct_bucket
+from loraplex.core import AdapterDigest, AdapterResidence, AdapterUse, EngineStats, LoadedAdapter
+from loraplex.core.figures import (
+    DISTINCT_BUCKETS,
+    NUM_LISTED_ADAPTERS,
+    NUM_POPULAR_ADAPTERS,
+    HistogramCounter,
+    HostMemory,
+    distinct_bucket,
+)
 from loraplex.engine.packed_files import PackedFileCounts
 from loraplex.engine.packing import PackedAdapter
 from loraplex.pool import AdapterState, EvictionReason, Placement
@@ -78,10 +86,14 @@ def snapshot(
     running: tuple[str, ...],
     waiting: tuple[str, ...],
     now: float,
-    packed: PackedFileCounts,
+    adapters: Mapping[AdapterDigest, PackedAdapter],
+    files: PackedFileCounts,
     host: HostMemory,
 ) -> EngineStats:
-    """Figures as of now. `running` and `waiting` are adapters' names, `packed` and `host` tell of their other tiers."""
+    """Figures as of now. `running` and `waiting` are adapters' names; `adapters` is a copy of those in host memory.
+
+    `files` and `host` tell of the tiers beside the pool.
+    """
     reasons = scheduler.waiting.num_by_reason()
     oldest = next(iter(scheduler.waiting), None)
     return replace(
@@ -104,9 +116,10 @@ def snapshot(
         num_prefix_tokens=scheduler.starts.num_prompt_tokens,
         num_cached_tokens=scheduler.starts.num_cached_tokens,
         queue_age_s=max(0.0, now - oldest.arrival_s) if oldest is not None else 0.0,
-        packed_files=tuple((event, getattr(packed, name)) for event, name in _PACKED_EVENTS),
-        packed_bytes=packed.num_bytes,
+        packed_files=tuple((event, getattr(files, name)) for event, name in _PACKED_EVENTS),
+        packed_bytes=files.num_bytes,
         host_memory=host,
+        loaded_adapters=tuple(islice(_loaded(scheduler, adapters, now), NUM_LISTED_ADAPTERS)),
         **_counted(counters, is_running=bool(scheduler.running)),
     )
 
@@ -127,8 +140,19 @@ def _adapter_figures(scheduler: Scheduler, now: float) -> EngineStats:
         popular_adapters=tuple(
             AdapterUse(digest, popularity, residency.num_users(digest))
             for digest, popularity in residency.most_popular(NUM_POPULAR_ADAPTERS, now)
+            if popularity > 0.0
         ),
     )
+
+
+def _loaded(scheduler: Scheduler, packed: Mapping[AdapterDigest, PackedAdapter], now: float) -> Iterator[LoadedAdapter]:
+    """The pool's adapters, the most popular first, then those only in host memory, the last that came first."""
+    residency = scheduler.residency
+    for digest, _ in residency.most_popular(NUM_LISTED_ADAPTERS, now):
+        yield LoadedAdapter(digest, in_pool=True, is_pinned=residency.is_pinned(digest))
+    for digest in reversed(tuple(packed)):
+        if not residency.is_resident(digest):
+            yield LoadedAdapter(digest, in_pool=False)
 
 
 def _counted(counters: Counters, *, is_running: bool) -> dict[str, Any]:

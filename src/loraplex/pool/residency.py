@@ -170,10 +170,10 @@ class AdapterResidency:
         return sum(now < until for until in self._failed.copy().values())
 
     def most_popular(self, num_adapters: int, now: float) -> list[tuple[AdapterDigest, float]]:
-        """The adapters in the pool that were started most lately, with their popularity, the most popular first."""
+        """Resident adapters with their popularity, 0 for those that were never used, the most popular first."""
         placed = self._placed.copy().items()
-        used = [(one.popularity_at(now), digest) for digest, one in placed if one.popularity]
-        return [(digest, popularity) for popularity, digest in heapq.nlargest(num_adapters, used)]
+        there = [(one.popularity_at(now), digest) for digest, one in placed if one.state is AdapterState.RESIDENT]
+        return [(digest, popularity) for popularity, digest in heapq.nlargest(num_adapters, there)]
 
     def placements(self, now: float) -> dict[AdapterDigest, Placement]:
         """Every adapter that has pages, and those whose load has failed and may not be tried now."""

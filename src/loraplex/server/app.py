@@ -82,7 +82,7 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         engine=engine,
         catalog=catalog,
         config=config,
-        metrics=Metrics(engine.stats, catalog.host_figures, waiters.figures),
+        metrics=Metrics(engine.stats, catalog.host_figures, waiters.figures, catalog.model_names),
         waiters=waiters,
         log=log,
         created=int(time.time()),

@@ -95,6 +95,10 @@ class ModelCatalog(Protocol):
         """What adapters are called, for operators, as far as is known without asking anyone."""
         ...
 
+    def model_names(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
+        """What callers write as `model` for them, as far as is known: without versions, and without tenants."""
+        ...
+
     def host_figures(self) -> HostFigures:
         """What host memory holds, and what came into it for requests."""
         ...

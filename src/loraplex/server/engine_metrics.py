@@ -1,22 +1,27 @@
 """The engine's figures as Prometheus metrics: ours, and those that gateways know from vLLM.
 
-No label but that of the most popular adapters depends on which adapters there are, and those are a fixed number.
+No labels but those of the most popular adapters and of some loaded ones depend on which adapters there are, and these
+are a fixed number.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loraplex.core import EngineStats, Histogram
+from loraplex.core import AdapterDigest, EngineStats, Histogram, LoadedAdapter
+from loraplex.core.figures import NUM_LISTED_ADAPTERS
 from loraplex.server.host_figures import HostFigures, LoadFigures
 from loraplex.server.waiters import StageFigures
 
 MAX_LISTED_ADAPTERS = 256  # names in one label value: a gateway needs the busy ones, not thousands of waiting ones
+
+NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
+"""What callers write as `model` for adapters, as far as is known."""
 
 
 class EngineCollector(Collector):
@@ -27,8 +32,10 @@ class EngineCollector(Collector):
         stats: Callable[[], EngineStats],
         host: Callable[[], HostFigures],
         waiting: Callable[[], tuple[StageFigures, ...]],
+        names_of: NamesOf,
     ) -> None:
         self._stats = stats
+        self._names_of = names_of
         self._host = host
         self._waiting = waiting
 
@@ -45,6 +52,7 @@ class EngineCollector(Collector):
         yield from _steps(stats)
         yield from _popular(stats)
         yield from _vllm(stats, stats.num_waiting + _num_before(waiting))
+        yield from _vllm_adapters(stats, host, self._names_of)
 
 
 def _gauges(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
@@ -205,8 +213,6 @@ def _vllm(stats: EngineStats, num_waiting: int) -> Iterator[Metric]:
         ("kv_cache_usage_perc", "Share of the pool in use, 0 to 1.", used),
         ("gpu_cache_usage_perc", "Share of the pool in use, 0 to 1.", used),
         ("gpu_prefix_cache_hit_rate", "Share of prompt tokens found in the prefix cache, 0 to 1.", hit_rate),
-        ("num_gpu_loaded_lora_adapters", "Adapters in the pool.", len(stats.resident_adapters)),
-        ("max_gpu_lora_adapters", "Most distinct adapters a step.", stats.max_loras),
     ):
         yield GaugeMetricFamily(f"vllm:{name}", text, value=value)
     for generation in ("", "gpu_"):
@@ -224,6 +230,33 @@ def _vllm(stats: EngineStats, num_waiting: int) -> Iterator[Metric]:
         (str(stats.max_loras), _name_list(stats.running_adapters), _name_list(stats.waiting_adapters)), time.time()
     )
     yield info
+
+
+def _vllm_adapters(stats: EngineStats, host: HostFigures, names_of: NamesOf) -> Iterator[Metric]:
+    """Where adapters are and what bringing them in took, as gateways that route to loaded adapters ask for it."""
+    for name, text, value in (
+        ("num_gpu_loaded_lora_adapters", "Adapters in the pool.", len(stats.resident_adapters)),
+        ("num_cpu_loaded_lora_adapters", "Adapters in host memory.", host.num_ready),
+        ("max_gpu_lora_adapters", "Most distinct adapters a step.", stats.max_loras),
+    ):
+        yield GaugeMetricFamily(f"vllm:{name}", text, value=value)
+    names, found = names_of({one.digest for one in stats.loaded_adapters}), dict[str, LoadedAdapter]()
+    for one in stats.loaded_adapters:
+        for name in names.get(one.digest, ()):
+            found.setdefault(name, one)
+    labels = ("adapter_name", "level", "pinned")
+    loaded = GaugeMetricFamily("vllm:lora_adapter_loaded", "1 for adapters that are loaded, and where.", labels=labels)
+    for name, one in list(found.items())[:NUM_LISTED_ADAPTERS]:
+        loaded.add_metric((name, "gpu" if one.in_pool else "cpu", str(one.is_pinned).lower()), 1)
+    yield loaded
+    text = "Seconds that loads took, into host memory (load) and into the pool (activate)."
+    seconds = HistogramMetricFamily("vllm:lora_adapter_load_seconds", text, labels=("transition",))
+    for transition, count, total in (
+        ("load", host.from_store.count + host.from_packed.count, host.from_store.seconds + host.from_packed.seconds),
+        ("activate", stats.num_adapter_loads, stats.adapter_load_s),
+    ):
+        seconds.add_metric((transition,), [("+Inf", float(count))], total)
+    yield seconds
 
 
 def _name_list(names: tuple[str, ...]) -> str:

@@ -96,6 +96,10 @@ class LocalCatalog:
                 names[entry.ref.digest] = (*names.get(entry.ref.digest, ()), entry.ref.label)
         return names
 
+    def model_names(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
+        found = self.names_of(digests)
+        return {digest: tuple(label.rpartition("@")[0] for label in labels) for digest, labels in found.items()}
+
     def host_figures(self) -> HostFigures:
         return HostFigures(len(self._models.list()))
 

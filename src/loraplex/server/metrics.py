@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from loraplex.core import EngineStats
-from loraplex.server.engine_metrics import EngineCollector
+from loraplex.server.engine_metrics import EngineCollector, NamesOf
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.waiters import StageFigures
 
@@ -25,9 +25,10 @@ class Metrics:
         stats: Callable[[], EngineStats],
         host: Callable[[], HostFigures],
         waiting: Callable[[], tuple[StageFigures, ...]],
+        names_of: NamesOf,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, host, waiting))
+        self.registry.register(EngineCollector(stats, host, waiting, names_of))
         self._http = Counter(
             "loraplex_http_requests", "HTTP requests by route and status.", ("route", "status"), registry=self.registry
         )

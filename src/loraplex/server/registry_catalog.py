@@ -64,6 +64,10 @@ class RegistryCatalog:
     def names_of(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
         return self._names.of(digests)
 
+    def model_names(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
+        found = self.names_of(digests)
+        return {digest: tuple(dict.fromkeys(map(_bare, labels))) for digest, labels in found.items()}
+
     def host_figures(self) -> HostFigures:
         return self._host.figures()
 
@@ -90,6 +94,11 @@ def _principal(caller: Caller) -> Principal:
     if caller.principal is None:
         raise Unauthenticated
     return caller.principal
+
+
+def _bare(label: str) -> str:
+    """`name` of `tenant/name@version`."""
+    return label.partition("/")[2].rpartition("@")[0]
 
 
 def _entry(found: ResolvedVersion) -> ModelEntry:

@@ -27,6 +27,7 @@ from loraplex.core import (
     EngineStats,
     FinishReason,
     InvalidRequest,
+    LoadedAdapter,
     LoraplexError,
     ModelNotFound,
     Overloaded,
@@ -41,7 +42,7 @@ from loraplex.core import (
     TopLogprob,
 )
 from loraplex.core.comparison import AdapterComparison
-from loraplex.core.figures import NUM_POPULAR_ADAPTERS
+from loraplex.core.figures import NUM_LISTED_ADAPTERS, NUM_POPULAR_ADAPTERS
 from loraplex.core.host_memory import HostMemoryFull
 
 BOS_ID, EOS_ID = 256, 257
@@ -367,6 +368,9 @@ class FakeEngine:
             popular_adapters=tuple(
                 AdapterUse(item.digest, item.popularity, item.num_running)
                 for item in self.residency()[:NUM_POPULAR_ADAPTERS]
+            ),
+            loaded_adapters=tuple(
+                LoadedAdapter(item.digest, True, item.is_pinned) for item in self.residency()[:NUM_LISTED_ADAPTERS]
             ),
         )
 
