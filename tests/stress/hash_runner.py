@@ -23,6 +23,7 @@ from loraplex.scheduler.sequence import UNKNOWN_TOKEN
 
 VOCAB = 160
 MAX_TOLD = 20
+_COPY_SHARE = 0.2  # of the host's questions upon which the next copy runs: some steps later
 _TAGS = 4  # of a cell: token, position, adapter, tenant; float32 holds them exactly
 
 
@@ -98,7 +99,7 @@ class _Mark:
     is_held_up: bool = False
 
     def is_done(self) -> bool:
-        if self.runner.num_copied < self.num_copies and self.runner.rng.random() < 0.5:
+        if self.runner.num_copied < self.num_copies and self.runner.rng.random() < _COPY_SHARE:
             self.runner.copy_next()
         return self.runner.num_copied >= self.num_copies
 

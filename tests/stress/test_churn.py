@@ -41,12 +41,12 @@ def open_site(tiny_base: MakeBase, tmp_path: Path) -> Iterator[OpenSite]:
 
 
 async def drive(site: Site, mix: Mix, every: int) -> Traffic:
-    """Run a mix, with a change after so many requests; 0: none."""
+    """Run a mix while two operators each make a change after so many requests."""
     traffic = Traffic(site, mix, random.Random(f"{site.config.seed}/{mix.num_requests}"))
     async with asyncio.TaskGroup() as group:
         group.create_task(traffic.run())
-        if every:
-            group.create_task(Churn(traffic, random.Random(site.config.seed), every).run())
+        for operator in range(2):
+            group.create_task(Churn(traffic, random.Random(f"{site.config.seed}/{operator}"), every).run())
     return traffic
 
 
@@ -64,7 +64,7 @@ def settle(site: Site) -> dict[str, object]:
 
 def stress(site: Site, mix: Mix, every: int) -> tuple[dict[str, Any], dict[str, int]]:
     """Warm up, run a mix, let the server rest; nothing may be wrong or left. Figures of what happened, and counts."""
-    asyncio.run(drive(site, Mix(_WARM_REQUESTS), 20))
+    asyncio.run(drive(site, Mix(_WARM_REQUESTS), 40))
     assert not settle(site)
     before, begin_s = site.held(), time.monotonic()
     traffic = asyncio.run(drive(site, mix, every))
@@ -114,7 +114,7 @@ STAGES = ["host name", "host place", "host read", "host pack", "load", "queue", 
 def test_short_churn_gives_no_wrong_token_and_leaves_nothing(open_site: OpenSite, overlaps: bool) -> None:
     small = SiteConfig(num_adapters=20, names_per_tenant=5, num_tenants=3, host_bytes=2**17, packed_bytes=3 * 2**15)
     site = open_site(replace(small, seed=7 + overlaps, overlaps=overlaps))
-    figures, counts = stress(site, Mix(600 if overlaps else 500, num_clients=24, cut_share=0.2), every=12)
+    figures, counts = stress(site, Mix(600 if overlaps else 500, num_clients=24, cut_share=0.2), every=24)
     assert_all_happened(figures, CHURNED)
     assert counts["whole answers"] > 0.4 * counts["requests"]
     assert_all_happened(counts, [f"cut {cut}" for cut in CUTS] + ["status 429", "status 503", "status 404"])
@@ -123,7 +123,7 @@ def test_short_churn_gives_no_wrong_token_and_leaves_nothing(open_site: OpenSite
 @pytest.mark.slow
 def test_churn_of_100000_requests_gives_no_wrong_token_and_leaves_nothing(open_site: OpenSite) -> None:
     site = open_site(SiteConfig(seed=1))
-    figures, counts = stress(site, Mix(100_000), every=100)
+    figures, counts = stress(site, Mix(100_000), every=200)
     assert_all_happened(figures, [*CHURNED, "preemptions", *(f"cancelled in {stage}" for stage in STAGES)], 10)
     assert_all_happened(counts, [f"cut {cut}" for cut in CUTS] + [f"change {change}" for change in _CHANGES], 10)
     assert_all_happened(counts, ["status 404", "error deadline_exceeded DEADLINE", "error store_unavailable"], 10)
@@ -142,7 +142,7 @@ def test_1000_changes_of_versions_under_50000_requests_give_no_stale_answer(open
 @pytest.mark.slow
 def test_20000_disconnects_at_every_stage_leave_nothing(open_site: OpenSite) -> None:
     site = open_site(SiteConfig(seed=3, overlaps=False))
-    figures, counts = stress(site, Mix(25_000, cut_share=0.82), every=200)
+    figures, counts = stress(site, Mix(25_000, cut_share=0.82), every=400)
     assert sum(counts[f"cut {cut}"] for cut in CUTS) >= 20_000
     assert_all_happened(counts, [f"cut {cut}" for cut in CUTS], 1_000)
     assert_all_happened(figures, [f"cancelled in {stage}" for stage in STAGES], 10)
@@ -152,7 +152,7 @@ def test_20000_disconnects_at_every_stage_leave_nothing(open_site: OpenSite) -> 
 @pytest.mark.slow
 def test_40_broken_adapters_in_a_fifth_of_20000_requests_harm_no_other(open_site: OpenSite) -> None:
     site = open_site(SiteConfig(seed=4, broken_per_tenant=10, flaky=False))
-    _, counts = stress(site, Mix(20_000, broken_share=0.2), every=100)
+    _, counts = stress(site, Mix(20_000, broken_share=0.2), every=200)
     wrong = [f"error {code}" for code in ("artifact_corrupt", "artifact_missing", "non_finite_output")]
     assert_all_happened(counts, [*wrong, "error overloaded ADAPTER_LOAD"], 10)
     assert counts["whole answers"] > 0.4 * counts["requests"]
