@@ -282,16 +282,22 @@ async def test_idle_adapters_leave_when_the_engine_has_no_room() -> None:
 
 
 async def test_read_waits_for_memory_and_then_says_that_there_is_none() -> None:
-    world, place = World(patience_s=0.3), Place(C)
+    world, place = World(patience_s=30.0), Place(C)
     world.engine.max_held = 1
     await world.host.acquire("acme", Place(A).source)
-    with pytest.raises(HostMemoryFull) as caught:
-        await world.use(place)
-    assert (caught.value.reason, caught.value.retry_after_s) == (OverloadReason.HOST_MEMORY, 1.0)
+
+    async def find_none(place: Place) -> HostMemoryFull:
+        waiting = asyncio.create_task(world.use(place))
+        await until(lambda: bool(world.host._missing))
+        world.now += 30.0
+        with pytest.raises(HostMemoryFull) as caught:
+            await waiting
+        return caught.value
+
+    error = await find_none(place)
+    assert (error.reason, error.retry_after_s) == (OverloadReason.HOST_MEMORY, 1.0)
     world.host._uses.note(40.0)
-    with pytest.raises(HostMemoryFull) as caught:
-        await world.use(Place(B))
-    assert caught.value.retry_after_s == 40.0, "A alone could make room"
+    assert (await find_none(Place(B))).retry_after_s == 40.0, "A alone could make room"
     waiting = asyncio.create_task(world.use(place))
     await until(lambda: place.num_checks == 2)
     world.host.release("acme", A)
@@ -299,8 +305,7 @@ async def test_read_waits_for_memory_and_then_says_that_there_is_none() -> None:
     assert (set(world.engine.held), place.num_reads, place.num_checks) == ({C}, 2, 2), "read once for both tries"
 
 
-async def test_no_more_leave_than_loads_miss_while_others_are_about_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_adapters, "_LEAVE_S", 60.0)
+async def test_no_more_leave_than_loads_miss_while_others_are_about_to() -> None:
     world, places = World(patience_s=5.0), [Place(digest_of(number)) for number in range(8)]
     for place in places:
         await world.use(place)
@@ -316,12 +321,14 @@ async def test_no_more_leave_than_loads_miss_while_others_are_about_to(monkeypat
     await asyncio.gather(*waiting)
 
 
-async def test_what_does_not_leave_in_time_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_does_not_leave_in_time_is_not_counted_on() -> None:
     world, places = World(patience_s=5.0), [Place(digest_of(number)) for number in range(2)]
     for place in places:
         await world.use(place)
     world.engine.max_held, world.engine.leaving = 0, {place.digest for place in places}
     waiting = asyncio.create_task(world.use(Place(A)))
+    await until(lambda: len(world.engine.retired) == 1)
+    world.now += host_adapters._LEAVE_S
     await until(lambda: len(world.engine.retired) == 2)
     world.engine.max_held = 1
     await waiting

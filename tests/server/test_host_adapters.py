@@ -346,6 +346,26 @@ async def test_what_is_in_the_pool_leaves_host_memory_last(engine: FakeEngine, s
     assert engine.retired_for_room == [C, A]
 
 
+async def test_few_adapters_are_looked_at_for_one_that_may_leave(store: Store) -> None:
+    asked: list[AdapterDigest] = []
+
+    class Watched(FakeEngine):
+        def is_in_pool(self, digest: AdapterDigest) -> bool:
+            asked.append(digest)
+            return super().is_in_pool(digest)
+
+    engine = Watched()
+    host, digests = Host(engine, 500), [AdapterDigest(f"{number:064}") for number in range(500)]
+    for digest in digests:
+        await lease(host, store, TENANT, digest)
+        host.release(digest)
+    engine.in_pool = {digests[1]}
+    for digest in (A, B):
+        await lease(host, store, TENANT, digest)
+    assert engine.retired == [digests[0], digests[2]]
+    assert asked == digests[:3]
+
+
 async def test_full_room_changes_nothing(engine: FakeEngine, store: Store) -> None:
     host = Host(engine, None, max_bytes=100)
     await lease(host, store, "a", A, num_bytes=60)

@@ -6,8 +6,8 @@ What is in the pool goes last, as it would leave the pool too: a load into it co
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Hashable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -105,7 +105,8 @@ class HostAdapters:
         self._uses = Pace()
         self._clock = clock
         self._backoff = LoadBackoff(clock)
-        self._entries: OrderedDict[AdapterDigest, _Entry] = OrderedDict()
+        self._entries: dict[AdapterDigest, _Entry] = {}
+        self._unused: dict[AdapterDigest, None] = {}  # entries that are ready and idle, the least recently used first
         self._seen = SeenAdapters(room.max_adapters, room.max_bytes)
         self._leaving: dict[AdapterDigest, _Leaving] = {}
         self._missing: dict[object, int] = {}  # bytes, of each load that waits for pages
@@ -195,7 +196,7 @@ class HostAdapters:
                 self._retire(digest)
             entry = self._entries[wanted.digest] = _Entry(wanted.num_bytes)
             self._room.add(entry.num_bytes)
-        self._entries.move_to_end(wanted.digest)
+        self._unused.pop(wanted.digest, None)
         if not is_leased:
             self._room.use(wanted.tenant, entry.num_bytes)
         if not entry.leases:
@@ -203,10 +204,18 @@ class HostAdapters:
         entry.leases[wanted.tenant] += 1
         return Outcome.TAKEN
 
-    def _idle(self) -> list[AdapterDigest]:
-        """What may leave: first what is not in the pool, then what is, the least recently used of each first."""
-        idle = (digest for digest, entry in self._entries.items() if entry.is_idle)
-        return sorted(idle, key=self._engine.is_in_pool)
+    def _leavable(self) -> Iterator[AdapterDigest]:
+        """What may leave: first what is not in the pool, then what is, the least recently used of each first.
+
+        One by one, as few must be looked at where one or two will do. Nothing may leave meanwhile.
+        """
+        in_pool: list[AdapterDigest] = []
+        for digest in self._unused:
+            if self._engine.is_in_pool(digest):
+                in_pool.append(digest)
+            else:
+                yield digest
+        yield from in_pool
 
     def _victims(self, num_bytes: int) -> list[AdapterDigest] | None:
         """Which idle adapters must leave for one more of so many bytes; None if there cannot be room."""
@@ -214,7 +223,7 @@ class HostAdapters:
         if self._room.fits(num_bytes):
             return victims
         victims_bytes = 0
-        for digest in self._idle():
+        for digest in self._leavable():
             victims.append(digest)
             victims_bytes += self._entries[digest].num_bytes
             if self._room.fits(num_bytes, len(victims), victims_bytes):
@@ -223,8 +232,9 @@ class HostAdapters:
 
     def _retire(self, digest: AdapterDigest) -> None:
         num_bytes = self._entries.pop(digest).num_bytes
+        del self._unused[digest]
         self._room.remove(num_bytes)
-        self._leaving[digest] = _Leaving(num_bytes, time.monotonic() + _LEAVE_S)
+        self._leaving[digest] = _Leaving(num_bytes, self._clock() + _LEAVE_S)
         self._engine.retire_adapter(digest, for_room=True)
         self._reloads.evicted(digest, num_bytes)
         self._figures = replace(self._figures, num_evictions=self._figures.num_evictions + 1)
@@ -266,10 +276,13 @@ class HostAdapters:
         self._settle(digest, entry)
 
     def _settle(self, digest: AdapterDigest, entry: _Entry) -> None:
-        """Forget an adapter that could not be read and see who can have a place now."""
-        if entry.is_idle and not entry.is_ready and self._entries.get(digest) is entry:
-            del self._entries[digest]
-            self._room.remove(entry.num_bytes)
+        """Note that an adapter is idle, forget one that could not be read, and see who can have a place now."""
+        if entry.is_idle and self._entries.get(digest) is entry:
+            if entry.is_ready:
+                self._unused[digest] = None
+            else:
+                del self._entries[digest]
+                self._room.remove(entry.num_bytes)
         self._line.serve()
 
     # ------------------------------------------------------------------ reading
@@ -312,13 +325,13 @@ class HostAdapters:
 
     async def _with_room(self, progress: Progress, call: Callable[[], Awaitable[_T]]) -> _T:
         """What `call` gives, when the engine has room for it. Raises HostMemoryFull after the patience."""
-        deadline, key, stage = time.monotonic() + self._patience_s, object(), progress.stage
+        deadline, key, stage = self._clock() + self._patience_s, object(), progress.stage
         try:
             while True:
                 try:
                     return await call()
                 except HostMemoryFull as error:
-                    if time.monotonic() >= deadline:
+                    if self._clock() >= deadline:
                         error.retry_after_s = self._uses.wait_s(len(self._missing), self._num_in_use())
                         raise
                     self._missing[key] = error.missing_bytes
@@ -333,17 +346,20 @@ class HostAdapters:
 
     def _retire_missing(self) -> None:
         """Retire idle adapters until what is about to leave is as much as loads miss."""
-        now = time.monotonic()
+        now = self._clock()
         self._leaving = {
             digest: one
             for digest, one in self._leaving.items()
             if now < one.until_s and self._engine.host_bytes(digest)
         }
         wanted = sum(self._missing.values()) - sum(one.num_bytes for one in self._leaving.values())
-        for digest in self._idle() if wanted > 0 else ():
+        victims: list[AdapterDigest] = []
+        for digest in self._leavable() if wanted > 0 else ():
+            victims.append(digest)
+            wanted -= self._entries[digest].num_bytes
             if wanted <= 0:
                 break
-            wanted -= self._entries[digest].num_bytes
+        for digest in victims:
             self._retire(digest)
 
 
