@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.adapters import AdapterLimits, load_adapter
 from loraplex.core import AdapterDigest, AdapterRefused, ModelNotFound, RefusalReason
-from loraplex.core.host_memory import HostMemoryFull
+from loraplex.core.host_memory import HostMemoryFull, Restored
 from loraplex.core.reloads import OFTEN
 from loraplex.engine import AsyncEngine, Engine
 from loraplex.engine.host_arena import HostArena
@@ -50,12 +50,15 @@ def test_adapter_comes_back_from_its_packed_file_with_the_same_answers(
     restarted = Harness(base)
     files = keep_packed(restarted, tmp_path)
     for one in (harness, restarted):
-        assert one.engine.restore_adapter(ref.digest)
+        assert one.engine.restore_adapter(ref.digest) is Restored.FILE
         assert one.answer(prompt, GREEDY, ref).tokens == wanted.tokens
     assert files.counts().num_hits == 1
     stats = restarted.engine.stats()
     assert (dict(stats.packed_files)["hit"], stats.packed_bytes) == (1, files.counts().num_bytes)
-    assert restarted.engine.restore_adapter(ref.digest), "it is here"
+    restarted.engine.retire_adapter(ref.digest)
+    assert restarted.engine.restore_adapter(ref.digest) is Restored.HERE, "it has not left"
+    restarted.step()
+    assert ref.digest in restarted.engine.shelf.packed
     assert files.counts().num_hits == 1
 
 

@@ -449,6 +449,33 @@ async def test_adapters_that_come_back_soon_are_counted_and_told_with_the_bytes_
     assert (await cycle(20 + figures.reload_bytes)).adapters.figures().num_reloads == 0
 
 
+async def test_what_is_asked_for_again_before_it_has_left_is_no_load(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 1)
+    for digest in (D, A, B):
+        await lease(host, store, TENANT, digest)
+        host.release(digest)
+    assert engine.retired == [D, A]
+    engine.held[A], engine.sizes[A] = adapter(A), 1  # the engine has not let go of it yet
+    load = await host.load(A, "x", store.read(A))
+    assert (load.was_read, store.reads) == (False, [D, A, B])
+    figures = host.adapters.figures()
+    assert (figures.from_packed.count, figures.from_store.count, figures.num_reloads) == (0, 3, 0)
+    host.release(A)
+    await lease(host, store, TENANT, D)
+    figures = host.adapters.figures()
+    assert (figures.num_reloads, figures.reload_bytes) == (1, 2), "D and B have left, and A has not"
+
+
+async def test_what_left_long_ago_is_forgotten(engine: FakeEngine, store: Store) -> None:
+    host = Host(engine, 1)
+    for number in range(20):
+        digest = AdapterDigest(f"{number:064}")
+        await lease(host, store, TENANT, digest)
+        host.release(digest)
+        host.now += 1.0
+    assert len(host.adapters._leaving) == 1
+
+
 # ---------------------------------------------------------------------- what a tenant is told
 async def test_nobody_learns_from_cold_that_others_have_the_same_weights(engine: FakeEngine, store: Store) -> None:
     host, told = Host(engine, 4), []

@@ -1,4 +1,6 @@
-"""The error of host memory for adapters that is used up."""
+"""Host memory for adapters: the error where it is used up, and how an adapter comes back without its artifact."""
+
+from enum import Enum
 
 from loraplex.core.errors import Overloaded, OverloadReason
 
@@ -11,3 +13,10 @@ class HostMemoryFull(Overloaded):
     def __init__(self, message: str, missing_bytes: int) -> None:
         super().__init__(message, _RETRY_AFTER_S, OverloadReason.HOST_MEMORY)
         self.missing_bytes = missing_bytes
+
+
+class Restored(Enum):
+    """Where an adapter was that is ready again without having been read from its artifact."""
+
+    HERE = "here"  # it had not left yet
+    FILE = "file"  # packed, on disk

@@ -69,6 +69,10 @@ class Reloads:
             self._recent.append((now, self._distance(digest)))
         del self._evicted[digest]
 
+    def returned(self, digest: AdapterDigest) -> None:
+        """What was evicted is back before it had left: that is no load."""
+        self._evicted.pop(digest, None)
+
     def _distance(self, digest: AdapterDigest) -> int:
         total = 0
         for other, evicted in reversed(self._evicted.items()):

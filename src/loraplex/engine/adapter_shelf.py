@@ -8,6 +8,7 @@ from collections.abc import Callable
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, ModelNotFound, Overloaded, OverloadReason, Request
 from loraplex.core.figures import HostMemory
+from loraplex.core.host_memory import Restored
 from loraplex.engine.figures import Counters
 from loraplex.engine.host_arena import HostArena, LeasedPages
 from loraplex.engine.loads import AdapterLoader, LoadEnded
@@ -72,19 +73,19 @@ class AdapterShelf:
             self._put(adapter.digest, packed)
             self._retired.pop(adapter.digest, None)
 
-    def restore(self, digest: AdapterDigest) -> bool:
-        """As `add`, from the adapter's packed file; False if there is none that can be used. Raises as `add`."""
+    def restore(self, digest: AdapterDigest) -> Restored | None:
+        """As `add`, of what is here or from its packed file; None if neither can be used. Raises as `add`."""
         with self._lock:
             if digest in self.packed:
                 self._retired.pop(digest, None)
-                return True
+                return Restored.HERE
         packed = self._files.load(digest, self._allocate_for_file) if self._files is not None else None
         if packed is None:
-            return False
+            return None
         with self._lock:
             self._put(digest, packed)
             self._retired.pop(digest, None)
-        return True
+        return Restored.FILE
 
     def _allocate_for_file(self, num_pages: int) -> LeasedPages:
         """Pages that a file fills whole, or that are freed."""

@@ -26,6 +26,7 @@ from loraplex.core import (
     RequestId,
     RequestOutput,
 )
+from loraplex.core.host_memory import Restored
 from loraplex.engine.engine import Engine, StepResult
 from loraplex.engine.outputs import RequestFailed
 from loraplex.engine.probes import Probe, ProbeRun
@@ -105,8 +106,8 @@ class AsyncEngine:
         """Keep an adapter in host memory, ready for requests; also one that was retired. Raises AdapterRefused."""
         self.engine.add_adapter(adapter)
 
-    def restore_adapter(self, digest: AdapterDigest) -> bool:
-        """As `add_adapter`, from the adapter's packed file; False if there is none to use. Blocks."""
+    def restore_adapter(self, digest: AdapterDigest) -> Restored | None:
+        """As `add_adapter`, of what is here or from its packed file; None if there is none to use. Blocks."""
         return self.engine.restore_adapter(digest)
 
     def store_adapter(self, digest: AdapterDigest) -> None:

@@ -28,6 +28,7 @@ from loraplex.core import (
     SequenceId,
     ServedBy,
 )
+from loraplex.core.host_memory import Restored
 from loraplex.engine.adapter_shelf import AdapterShelf, load_failed
 from loraplex.engine.batch import PageBuffer
 from loraplex.engine.calibration import calibrate
@@ -155,8 +156,8 @@ class Engine:
     def _pack(self, adapter: Adapter, allocate: Allocate) -> PackedAdapter:
         return pack_adapter(adapter, self.base.sites, self._geometry, allocate)
 
-    def restore_adapter(self, digest: AdapterDigest) -> bool:
-        """As `add_adapter`, from the packed file of an adapter that was stored; False if there is none to use."""
+    def restore_adapter(self, digest: AdapterDigest) -> Restored | None:
+        """As `add_adapter`, of what is here or from its packed file; None if there is none to use."""
         return self.shelf.restore(digest)
 
     def store_adapter(self, digest: AdapterDigest) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, Overloaded, OverloadReason, ServerError
+from loraplex.core.host_memory import Restored
 from loraplex.core.registry_errors import StoreUnavailable
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_room import share_of
@@ -80,22 +81,23 @@ class AdapterReads:
         self._writes: set[asyncio.Task[None]] = set()
 
     async def load(
-        self, tenant: str, source: AdapterSource, with_room: "WithRoom[bool | None]", progress: Progress
-    ) -> bool:
-        """Have the engine hold the source's adapter, from its packed file if it has one; whether it had.
+        self, tenant: str, source: AdapterSource, with_room: "WithRoom[Restored | None]", progress: Progress
+    ) -> Restored | None:
+        """Have the engine hold the source's adapter; None if it had to be read, neither here still nor packed on disk.
 
         `progress` is told when the bytes are there. Raises StoreUnavailable where reading takes too long, Overloaded
         (WORK) where it cannot begin, and what the source and the engine raise.
         """
-        if await with_room(partial(self._restorers.run, self._engine.restore_adapter, source.digest)):
-            return True
+        restored = await with_room(partial(self._restorers.run, self._engine.restore_adapter, source.digest))
+        if restored is not None:
+            return restored
         check = await self._read(tenant, source)
         progress.stage = Stage.PACK
         adapter = await self._packers.run(check)
         if adapter.digest != source.digest:
             raise ServerError(f"The adapter {adapter.digest} was read where {source.digest} was asked for.")
         await with_room(partial(self._packers.run, self._engine.add_adapter, adapter))
-        return False
+        return None
 
     def keep(self, digest: AdapterDigest) -> None:
         """Have the engine keep an adapter packed on disk, when there is time."""

@@ -5,6 +5,7 @@ from typing import Protocol
 from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, EngineClient
 from loraplex.core.comparison import AdapterComparison
+from loraplex.core.host_memory import Restored
 
 
 class ServingEngine(EngineClient, Protocol):
@@ -17,8 +18,8 @@ class ServingEngine(EngineClient, Protocol):
         """
         ...
 
-    def restore_adapter(self, digest: AdapterDigest) -> bool:
-        """As `add_adapter`, from what `store_adapter` has kept; False if there is nothing that can be used."""
+    def restore_adapter(self, digest: AdapterDigest) -> Restored | None:
+        """As `add_adapter`, of what has not left yet or from what `store_adapter` has kept; None if neither can be."""
         ...
 
     def store_adapter(self, digest: AdapterDigest) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from loraplex.core import AdapterDigest, Overloaded
-from loraplex.core.host_memory import HostMemoryFull
+from loraplex.core.host_memory import HostMemoryFull, Restored
 from loraplex.core.registry_errors import StoreUnavailable
 from loraplex.core.reloads import Reloads
 from loraplex.server.adapter_reads import AdapterReads, AdapterSource
@@ -48,9 +48,10 @@ class HostLoad:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A read of one source, and the tenants whose requests have waited for it."""
+    """A read of one source, and the tenants whose requests have waited for it; `was_here`: it was not needed."""
 
     progress: Progress = field(default_factory=lambda: Progress(Stage.READ))
+    was_here: bool = False
     tenants: set[str] = field(default_factory=set)
     task: "asyncio.Task[None]" = field(init=False)
 
@@ -146,6 +147,7 @@ class HostAdapters:
                 if waiter is not None:
                     waiter.progress = load.progress
                 await asyncio.shield(load.task)
+                was_read = not load.was_here
             waited_s = time.perf_counter() - started if was_read else 0.0
         except asyncio.CancelledError:
             load.task.add_done_callback(lambda _: self._drop_lease(tenant, source.digest, entry))
@@ -234,15 +236,21 @@ class HostAdapters:
         num_bytes = self._entries.pop(digest).num_bytes
         del self._unused[digest]
         self._room.remove(num_bytes)
-        self._leaving[digest] = _Leaving(num_bytes, self._clock() + _LEAVE_S)
+        now = self._clock()
+        while self._leaving and next(iter(self._leaving.values())).until_s <= now:
+            del self._leaving[next(iter(self._leaving))]
+        self._leaving[digest] = _Leaving(num_bytes, now + _LEAVE_S)
         self._engine.retire_adapter(digest, for_room=True)
         self._reloads.evicted(digest, num_bytes)
         self._figures = replace(self._figures, num_evictions=self._figures.num_evictions + 1)
 
     def _note_load(self, digest: AdapterDigest) -> None:
-        """An adapter comes; the log is told when such often left shortly before."""
+        """An adapter comes; the log is told when such often left shortly before. One that is still here is no load."""
         now = self._clock()
         self._leaving.pop(digest, None)
+        if self._engine.host_bytes(digest):
+            self._reloads.returned(digest)
+            return
         self._reloads.loaded(digest, now)
         count = self._reloads.thrash(now)
         if count:
@@ -300,10 +308,13 @@ class HostAdapters:
         started, failure = time.perf_counter(), None
         try:
             with_room = partial(self._with_room, progress)
-            was_packed = await self._reads.load(tenant, source, with_room, progress)
+            restored = await self._reads.load(tenant, source, with_room, progress)
             entry.is_ready, entry.read_s = True, time.perf_counter() - started
             self._resize(entry, self._engine.host_bytes(source.digest))
-            self._figures = self._figures.loaded(entry.read_s, was_packed=was_packed)
+            if restored is Restored.HERE:
+                entry.loads[source.key].was_here = True
+            else:
+                self._figures = self._figures.loaded(entry.read_s, was_packed=restored is Restored.FILE)
             self._reads.keep(source.digest)
         except Exception as error:
             failure = error

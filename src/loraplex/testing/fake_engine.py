@@ -43,7 +43,7 @@ from loraplex.core import (
 )
 from loraplex.core.comparison import AdapterComparison
 from loraplex.core.figures import NUM_LISTED_ADAPTERS, NUM_POPULAR_ADAPTERS
-from loraplex.core.host_memory import HostMemoryFull
+from loraplex.core.host_memory import HostMemoryFull, Restored
 
 BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 258
@@ -282,12 +282,15 @@ class FakeEngine:
                 raise HostMemoryFull(f"{self.max_held} adapters are held.", 1)
             self.held[adapter.digest] = adapter
 
-    def restore_adapter(self, digest: AdapterDigest) -> bool:
-        """Put it into `held` if it is in `stored`."""
+    def restore_adapter(self, digest: AdapterDigest) -> Restored | None:
+        """Put it into `held` if it is in `stored`; HERE if it is in `held`."""
+        if digest in self.held:
+            return Restored.HERE
         adapter = self.stored.get(digest)
-        if adapter is not None:
-            self.add_adapter(adapter)
-        return adapter is not None
+        if adapter is None:
+            return None
+        self.add_adapter(adapter)
+        return Restored.FILE
 
     def store_adapter(self, digest: AdapterDigest) -> None:
         """Put it into `stored`, with `keeps_packed`."""
