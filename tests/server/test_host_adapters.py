@@ -521,6 +521,17 @@ def test_what_is_remembered_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatc
     assert (seen._num_seen, list(seen._tenants["b"].weights)) == (3, [C, A])
 
 
+def test_tenant_of_whom_nothing_is_remembered_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once packed an adapter may take more than all of host memory."""
+    monkeypatch.setattr(seen_adapters, "MAX_SEEN", 1)
+    seen = SeenAdapters(None, 100)
+    assert not seen.lease("large", A, 101)
+    assert (seen._num_seen, list(seen._tenants)) == (0, [])
+    for digest in (B, C):
+        assert not seen.lease("small", digest, 1)
+    assert (seen._num_seen, list(seen._tenants)) == (1, ["small"])
+
+
 @pytest.mark.parametrize("seed", range(5))
 async def test_random_requests_that_fail_leave_and_wait_leave_no_lease(engine: FakeEngine, seed: int) -> None:
     rng, max_adapters = random.Random(seed), 3

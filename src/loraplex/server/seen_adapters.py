@@ -43,14 +43,14 @@ class SeenAdapters:
             seen.num_bytes += num_bytes
             self._num_seen += 1
         while len(seen.weights) > self._max_adapters or seen.num_bytes > self._max_bytes:
-            self._drop(seen)
+            self._drop(tenant, seen)
         if self._num_seen > MAX_SEEN:
-            tenant, seen = next(iter(self._tenants.items()))
-            self._drop(seen)
-            if not seen.weights:
-                del self._tenants[tenant]
+            self._drop(*next(iter(self._tenants.items())))
         return was_there
 
-    def _drop(self, seen: _Seen) -> None:
+    def _drop(self, tenant: str, seen: _Seen) -> None:
+        """Forget what a tenant leased the longest ago, and with its last weights the tenant."""
         seen.drop_oldest()
         self._num_seen -= 1
+        if not seen.weights:
+            del self._tenants[tenant]
