@@ -107,7 +107,8 @@ def assert_all_happened(found: dict[str, Any], names: list[str], least: int = 1)
 
 CHURNED = ["pool evictions", "pool reloads", "failed loads", "host evictions", "host failures", "cached tokens"]
 CHURNED += ["packed hit", "packed evicted", "cancelled in queue", "cancelled in decode"]
-STAGES = ["host name", "host place", "host read", "host pack", "load", "queue", "prefill", "decode"]
+STAGES = [f"cancelled in {stage}" for stage in ("load", "queue", "prefill", "decode", "host name", "host read")]
+SHORT_STAGES = ["cancelled in host place", "cancelled in host pack"]  # few are there at a time
 
 
 @pytest.mark.parametrize("overlaps", [True, False], ids=["a step ahead", "step by step"])
@@ -124,7 +125,8 @@ def test_short_churn_gives_no_wrong_token_and_leaves_nothing(open_site: OpenSite
 def test_churn_of_100000_requests_gives_no_wrong_token_and_leaves_nothing(open_site: OpenSite) -> None:
     site = open_site(SiteConfig(seed=1))
     figures, counts = stress(site, Mix(100_000), every=200)
-    assert_all_happened(figures, [*CHURNED, "preemptions", *(f"cancelled in {stage}" for stage in STAGES)], 10)
+    assert_all_happened(figures, [*CHURNED, "preemptions", *STAGES], 10)
+    assert_all_happened(figures, SHORT_STAGES)
     assert_all_happened(counts, [f"cut {cut}" for cut in CUTS] + [f"change {change}" for change in _CHANGES], 10)
     assert_all_happened(counts, ["status 404", "error deadline_exceeded DEADLINE", "error store_unavailable"], 10)
     assert counts["whole answers"] > 0.5 * counts["requests"]
@@ -141,11 +143,12 @@ def test_1000_changes_of_versions_under_50000_requests_give_no_stale_answer(open
 
 @pytest.mark.slow
 def test_20000_disconnects_at_every_stage_leave_nothing(open_site: OpenSite) -> None:
-    site = open_site(SiteConfig(seed=3, overlaps=False))
+    site = open_site(SiteConfig(seed=3, overlaps=False, host_bytes=3 * 2**15))
     figures, counts = stress(site, Mix(25_000, cut_share=0.82), every=400)
     assert sum(counts[f"cut {cut}"] for cut in CUTS) >= 20_000
     assert_all_happened(counts, [f"cut {cut}" for cut in CUTS], 1_000)
-    assert_all_happened(figures, [f"cancelled in {stage}" for stage in STAGES], 10)
+    assert_all_happened(figures, STAGES, 10)
+    assert_all_happened(figures, SHORT_STAGES)
     assert counts["whole answers"] > 0.1 * counts["requests"]
 
 
