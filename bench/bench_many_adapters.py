@@ -238,7 +238,8 @@ def main() -> None:
     print(f"registry of {args.adapters} adapters in {args.data}", flush=True)
     made = make_registry(args.data, args.spec, describe(base, DEMO_NAME))
     print("made" if made else "it was there", flush=True)
-    result: dict[str, Any] = {**_environment(), "options": {k: str(v) for k, v in vars(args).items()}, "bars": BARS}
+    options = {key: str(value).replace(str(Path.home()), "~") for key, value in vars(args).items()}
+    result: dict[str, Any] = {**_environment(), "options": options, "bars": BARS}
     with tempfile.TemporaryDirectory(prefix="loraplex-many-") as folder:
         bench = Bench(args, base, Path(folder), make_keys(args.data, args.spec))
         try:

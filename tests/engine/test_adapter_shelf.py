@@ -62,6 +62,29 @@ def test_adapter_comes_back_from_its_packed_file_with_the_same_answers(
     assert files.counts().num_hits == 1
 
 
+def test_host_pages_stay_while_copies_may_still_read_them(
+    tiny_base: MakeBase, tiny_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where a step may be planned on a load that is ready before its last bytes have gone over the link."""
+    base = tiny_base("llama")
+    harness = Harness(base)
+    ref = harness.load("a", tiny_adapter(base))
+    harness.answer(random_prompt(5), GREEDY, ref)
+    shelf, arena = harness.engine.shelf, harness.engine.arena
+    reading = {ref.digest}
+    monkeypatch.setattr(shelf._loader, "is_reading", reading.__contains__)
+    num_leased = arena.num_leased
+    harness.engine.retire_adapter(ref.digest)
+    for _ in range(3):
+        shelf.sweep()
+    assert ref.digest in shelf.packed
+    assert arena.num_leased == num_leased > 0
+    assert harness.engine.scheduler.residency.is_resident(ref.digest)
+    reading.clear()
+    shelf.sweep()
+    assert (shelf.packed, arena.num_leased) == ({}, 0)
+
+
 def test_what_was_never_stored_or_is_damaged_is_not_restored(
     tiny_base: MakeBase, tiny_adapter: MakeAdapter, tmp_path: Path
 ) -> None:
