@@ -1,5 +1,6 @@
 """What steps cost, measured before anything is served."""
 
+import random
 import time
 from types import SimpleNamespace
 
@@ -35,6 +36,18 @@ def test_what_noise_hides_is_small_and_not_nothing() -> None:
     costs = fit(*(Timed(shape, (ms,)) for shape, ms in zip(SHAPES, times, strict=True)))
     assert 0.0 < costs.model.kv_token_ms * 8 * 512 <= 0.11
     assert 0.0 < costs.model.rank_ms * 128 <= 0.11
+
+
+def test_an_effect_that_one_slow_step_hid_is_learned_while_serving() -> None:
+    truth, rng = CostModel(fixed_ms=100.0, token_ms=0.5, kv_token_ms=2e-3, rank_ms=0.1), random.Random(3)
+    times = [truth.step_ms(shape) + (13.0 if place == 1 else 0.0) for place, shape in enumerate(SHAPES)]
+    costs = fit(*(Timed(shape, (ms,)) for shape, ms in zip(SHAPES, times, strict=True)))
+    assert costs.model.rank_ms < 0.1 * truth.rank_ms
+    for _ in range(3000):
+        shape = StepShape(rng.randint(1, 16), rng.randint(100, 4000), 16.0 * rng.randint(0, 16))
+        costs.add(shape, truth.step_ms(shape) * rng.gauss(1.0, 0.03))
+    assert costs.model.rank_ms == pytest.approx(truth.rank_ms, rel=0.1)
+    assert costs.model.max_ranks(115.0, 8, 800) == pytest.approx(truth.max_ranks(115.0, 8, 800), rel=0.1)
 
 
 class Device:

@@ -208,16 +208,44 @@ def misses_again(trace: list[int], capacity: int, reloads: Reloads | None = None
 
 
 @pytest.mark.parametrize(
-    ("num", "capacity", "alpha"), [(400, 100, 1.0), (400, 100, 0.7), (200, 160, 1.0), (60, 50, 0.5)]
+    ("num", "capacity", "alpha"), [(400, 100, 1.0), (400, 100, 0.7), (200, 160, 1.0), (60, 50, 0.5), (10_000, 500, 0.8)]
 )
 def test_the_figure_is_what_an_lru_cache_lacks_and_not_much_more(num: int, capacity: int, alpha: float) -> None:
     rng, reloads = random.Random(num), Reloads()
-    trace = rng.choices(range(num), [(k + 1) ** -alpha for k in range(num)], k=20_000)
+    trace = rng.choices(range(num), [(k + 1) ** -alpha for k in range(num)], k=max(20_000, 6 * num))
     before = misses_again(trace, capacity, reloads)
     missing = reloads.missing(0.01 * len(trace))
     assert 0 < missing <= num - capacity
     assert misses_again(trace, capacity + missing) <= 0.15 * before
     assert misses_again(trace, capacity + int(0.8 * missing)) > 0.1 * before
+
+
+def test_distances_are_those_of_all_that_is_still_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a plain list, through many more evictions than are remembered."""
+    monkeypatch.setattr("loraplex.core.reloads.MAX_EVICTED", 12)
+    monkeypatch.setattr("loraplex.core.reloads.SOON_S", float("inf"))
+    rng, reloads, gone = random.Random(4), Reloads(), list[tuple[str | None, int]]()
+    for number in range(3000):
+        digest, size = AdapterDigest(str(rng.randrange(20))), rng.randint(1, 9)
+        what = rng.choice(("evicted", "evicted", "also", "returned", "loaded"))
+        if what == "evicted":
+            reloads.evicted(digest, size)
+            gone = [one for one in gone if one[0] != digest] + [(digest, size)]
+        elif what == "also":
+            reloads.also_evicted(size)
+            if gone and gone[-1][0] is None:
+                size += gone.pop()[1]
+            gone.append((None, size))
+        elif what == "returned":
+            reloads.returned(digest)
+            gone = [one for one in gone if one[0] != digest]
+        else:
+            known = [name for name, _ in gone]
+            reloads.loaded(digest, 100.0 * number)
+            wanted = sum(size for _, size in gone[known.index(digest) :]) if digest in known else 0
+            assert reloads.missing(100.0 * number, share=1.0) == wanted
+            gone = [one for one in gone if one[0] != digest]
+        gone = gone[-12:]
 
 
 def test_memory_of_evicted_adapters_is_bounded() -> None:

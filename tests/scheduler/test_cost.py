@@ -93,13 +93,26 @@ def test_steps_that_look_alike_do_not_unlearn_what_was_measured(seed: int) -> No
     assert costs.model.step_ms(shape) == pytest.approx(H200_8B.step_ms(shape), rel=0.03)
 
 
-def test_a_device_that_became_slower_is_followed_as_far_as_twice() -> None:
+def test_a_device_that_became_slower_is_followed_as_far_as_four_times() -> None:
     rng, costs = random.Random(1), Calibrator(H200_8B, is_measured=True)
-    for factor in (1.6, 5.0):
+    for factor in (1.6, 3.0, 9.0):
         for shape in shapes(rng, 3000):
             costs.add(shape, factor * H200_8B.step_ms(shape))
         ratio = costs.model.fixed_ms / H200_8B.fixed_ms
-        assert ratio == pytest.approx(min(factor, 2.0), rel=0.05)
+        assert ratio == pytest.approx(min(factor, 4.0), rel=0.05)
+
+
+def test_what_noise_hid_at_the_start_is_learned() -> None:
+    truth = CostModel(100.0, 0.5, 0.002, 0.1)
+    seen = CostModel(
+        100.0, 0.5, 2.8e-4, 0.009
+    )  # a hundredth of a step, though adapters and contexts cost ten times that
+    rng, costs = random.Random(2), Calibrator(seen, is_measured=True, least=("kv_token_ms", "rank_ms"))
+    for _ in range(3000):
+        shape = StepShape(rng.randint(1, 16), rng.randint(100, 4000), 16.0 * rng.randint(0, 16))
+        costs.add(shape, truth.step_ms(shape) * rng.gauss(1.0, 0.03))
+    assert costs.model.rank_ms == pytest.approx(truth.rank_ms, rel=0.15)
+    assert costs.model.kv_token_ms == pytest.approx(truth.kv_token_ms, rel=0.5)
 
 
 @pytest.mark.parametrize("step_ms", [float("nan"), float("inf"), 0.0, -1.0])

@@ -95,16 +95,21 @@ def _time_ms(runner: Runner, step: Step) -> float:
 
 
 def fit(one: Timed, several: Timed, long: Timed, adapters: Timed, prompt: Timed) -> Calibrator:
-    """A model of steps of one row, of several, of as many with long contexts, with adapters, and of a prompt."""
+    """A model of steps of one row, of several, of as many with long contexts, with adapters, and of a prompt.
+
+    What noise may hide counts as the least that could be told from it, and what is learned while serving corrects it.
+    """
     floor_ms, base_ms = _LEAST_SHARE * several.typical_ms, several.typical_ms
     num_kv_tokens = max(1, long.shape.num_kv_tokens - several.shape.num_kv_tokens)
+    more_ms = {"kv_token_ms": long.typical_ms - base_ms, "rank_ms": adapters.typical_ms - base_ms}
     start = CostModel(
         fixed_ms=one.typical_ms,
         token_ms=prompt.typical_ms / prompt.shape.num_tokens,
-        kv_token_ms=max(long.typical_ms - base_ms, floor_ms) / num_kv_tokens,
-        rank_ms=max(adapters.typical_ms - base_ms, floor_ms) / max(adapters.shape.sum_ranks, 16.0),
+        kv_token_ms=max(more_ms["kv_token_ms"], floor_ms) / num_kv_tokens,
+        rank_ms=max(more_ms["rank_ms"], floor_ms) / max(adapters.shape.sum_ranks, 16.0),
     )
-    costs = Calibrator(start, is_measured=True)
+    hidden = {name for name, ms in more_ms.items() if ms <= floor_ms}
+    costs = Calibrator(start, is_measured=True, least=hidden)
     for timed in (one, several, long, adapters, prompt):
         for _ in timed.times_ms:
             costs.add(timed.shape, timed.typical_ms)

@@ -5,7 +5,8 @@ weights takes `fixed_ms` however few tokens there are; beyond a number of tokens
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 
 MIN_SAMPLES = 32  # steps seen before a calibrated model is trusted
 SOLVE_EVERY = 16
@@ -14,7 +15,7 @@ LEAST_RANKS_SHARE = 0.1  # of a step without ranks: time that adapters get whate
 CLIP = 4.0  # typical residuals that a step may be off before it counts as this much off
 _PRIOR = 1e-7  # weight of start values that were assumed; so little that a feature seen a few times overrules it
 _MEASURED_WEIGHT = 0.1  # of those that were measured, in squares of the fixed time
-_DRIFT = 2.0  # how far a coefficient may go from what was measured: steps that look alike tell little of it
+_FALL, _RISE = 2.0, 4.0  # how far a coefficient may go from what was measured: steps that look alike tell little of it
 _SIZE = 4
 _ANY_TOKENS = 2**62
 
@@ -68,18 +69,34 @@ H200_8B = CostModel(fixed_ms=3.49, token_ms=0.019, kv_token_ms=3.05e-5, rank_ms=
 """Physical limits of Llama-3-8B in bfloat16 on one H200: 4.3 TB/s and 790 TFLOP/s, adapters of all projections."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Prior:
+    """How much a start value weighs, and between which multiples of it a coefficient stays."""
+
+    weight: float
+    least: float
+    most: float
+
+    def keep(self, value: float, start: float) -> float:
+        """The value within the bounds; one of which nothing was known has none above."""
+        return min(max(value, self.least * start), self.most * start if start > 0.0 else math.inf)
+
+
 class Calibrator:
     """Fits a cost model to measured steps: least squares with forgetting, where outliers are clipped.
 
     A step counts for `fixed_ms` or for `token_ms`, whichever the model so far says it was bound by. A coefficient that
     the steps say nothing about keeps its start value; none is negative. One that was measured stays within half and
-    twice of that: under a target steps have nearly the same ranks, and noise would decide what a rank costs.
+    four times of that: under a target steps have nearly the same ranks, and noise would decide what a rank costs.
     """
 
-    __slots__ = ("_error_ms", "_gram", "_moment", "_scale", "_start", "is_measured", "model", "num_samples")
+    __slots__ = ("_error_ms", "_gram", "_moment", "_prior", "_scale", "_start", "is_measured", "model", "num_samples")
 
-    def __init__(self, start: CostModel = H200_8B, *, is_measured: bool = False) -> None:
-        """`is_measured`: the start values are of this device and model, so they may be relied on at once."""
+    def __init__(self, start: CostModel = H200_8B, *, is_measured: bool = False, least: Collection[str] = ()) -> None:
+        """`is_measured`: the start values are of this device and model, so they may be relied on at once.
+
+        `least` names those of them that are only the least that could have been told from noise.
+        """
         self.model = start
         self.is_measured = is_measured
         self.num_samples = 0
@@ -88,6 +105,9 @@ class Calibrator:
         self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
         self._moment = [0.0] * _SIZE
         self._error_ms = 0.0
+        measured = _Prior(_MEASURED_WEIGHT * start.fixed_ms**2, 1.0 / _FALL, _RISE)
+        known = measured if is_measured else _Prior(_PRIOR, 0.0, math.inf)
+        self._prior = [_Prior(_PRIOR, 1.0 / _FALL, math.inf) if one.name in least else known for one in fields(start)]
 
     @property
     def is_ready(self) -> bool:
@@ -121,16 +141,16 @@ class Calibrator:
     def _solve(self) -> list[float]:
         """Coefficients within their bounds that fit best: those beyond are put on them, and the others fitted again."""
         start = [value * scale for value, scale in zip(self._start, self._scale, strict=True)]
-        weight = _MEASURED_WEIGHT * self._start[0] ** 2 if self.is_measured else _PRIOR
-        least, most = (1.0 / _DRIFT, _DRIFT) if self.is_measured else (0.0, math.inf)
+        prior = self._prior
         bound: dict[int, float] = {}  # coefficients that are on a bound, in the scale of the features
         while len(bound) < _SIZE:
             free = [i for i in range(_SIZE) if i not in bound]
-            gram = [[self._gram[i][j] + (weight if i == j else 0.0) for j in free] for i in free]
+            gram = [[self._gram[i][j] + (prior[i].weight if i == j else 0.0) for j in free] for i in free]
             rest = [sum(self._gram[i][j] * value for j, value in bound.items()) for i in free]
-            moment = [self._moment[i] + weight * start[i] - rest[k] for k, i in enumerate(free)]
+            moment = [self._moment[i] + prior[i].weight * start[i] - rest[k] for k, i in enumerate(free)]
             found = dict(zip(free, _solve_linear(gram, moment), strict=True))
-            beyond = {i: min(max(x, least * start[i]), most) for i, x in found.items() if not least <= x <= most}
+            kept = {i: prior[i].keep(x, start[i]) for i, x in found.items()}
+            beyond = {i: x for i, x in kept.items() if x != found[i]}
             if not beyond:
                 bound |= found
                 break
