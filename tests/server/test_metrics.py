@@ -1,5 +1,6 @@
 """The scrape: it parses, it tells the truth, and its size does not depend on who calls."""
 
+import io
 import time
 from collections.abc import Mapping
 
@@ -9,15 +10,16 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.adapters import Adapter
-from loraplex.core import AdapterDigest, EngineStats, Histogram, LoadedAdapter
-from loraplex.core.figures import DISTINCT_BUCKETS, NUM_POPULAR_ADAPTERS, HostMemory
+from loraplex.core import AdapterDigest, AdapterRef, EngineStats, Histogram, LoadedAdapter
+from loraplex.core.figures import DISTINCT_BUCKETS, NUM_LISTED_ADAPTERS, NUM_POPULAR_ADAPTERS, HostMemory
+from loraplex.server import ServerConfig, create_app
 from loraplex.server.engine_metrics import MAX_LISTED_ADAPTERS
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.metrics import Metrics
 from loraplex.server.waiters import Stage, StageFigures
 from loraplex.testing import FakeEngine
 
-from .helpers import BASE, completion
+from .helpers import BASE, Entry, FakeCatalog, completion
 
 pytestmark = pytest.mark.anyio
 
@@ -223,13 +225,13 @@ def test_gateways_of_both_generations_read_the_same() -> None:
 def test_loaded_adapters_are_told_to_gateways_by_name_level_and_pin() -> None:
     a, b, c, d = (AdapterDigest(letter * 64) for letter in "abcd")
     loaded = (LoadedAdapter(a, True, True), LoadedAdapter(b, True), LoadedAdapter(c, False), LoadedAdapter(d, False))
-    names = {a: ("sql",), b: ("chat", "talk"), c: ("sql", "law")}
+    names = {a: ("sql",), b: ("chat", "talk"), c: ("law",)}
     host = HostFigures(3).loaded(0.5, was_packed=False).loaded(0.25, was_packed=True)
     stats = EngineStats(loaded_adapters=loaded, resident_adapters=(a, b), num_adapter_loads=4, adapter_load_s=0.125)
     families = rendered(stats, host, names=names)
     found = {tuple(sample.labels.values()): sample.value for sample in families["vllm:lora_adapter_loaded"].samples}
     assert found == {
-        ("sql", "gpu", "true"): 1,  # of two tenants; the one in the pool
+        ("sql", "gpu", "true"): 1,
         ("chat", "gpu", "false"): 1,
         ("talk", "gpu", "false"): 1,
         ("law", "cpu", "false"): 1,
@@ -248,16 +250,32 @@ def test_loaded_adapters_are_told_to_gateways_by_name_level_and_pin() -> None:
     }
 
 
-async def test_ten_thousand_adapters_make_no_more_series_than_the_most_popular(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    await client.post("/v1/completions", json=completion())
-    await scrape(client)
-    before = num_series(await scrape(client))
-    for idx in range(10_000):
-        digest = AdapterDigest(f"{idx:064x}")
-        engine.held[digest] = Adapter(digest, (), 1, 0, (), None)
-    families = await scrape(client)
-    assert num_series(families) == before + 2 * NUM_POPULAR_ADAPTERS
-    assert num_series(families) < 400
+class TwoNamesEach(FakeCatalog):
+    """Names for all that the engine holds."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def list(self) -> tuple[Entry, ...]:
+        held = enumerate(self.engine.held)
+        return tuple(
+            Entry(AdapterRef(f"{word}-{idx}", 1, digest)) for idx, digest in held for word in ("name", "alias")
+        )
+
+
+async def test_ten_thousand_named_adapters_make_no_more_series_than_the_most_popular(engine: FakeEngine) -> None:
+    transport = httpx.ASGITransport(create_app(engine, TwoNamesEach(engine), ServerConfig(), io.StringIO()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        await client.post("/v1/completions", json=completion())
+        await scrape(client)
+        before = num_series(await scrape(client))
+        for idx in range(10_000):
+            digest = AdapterDigest(f"{idx:064x}")
+            engine.held[digest] = Adapter(digest, (), 1, 0, (), None)
+        families = await scrape(client)
+    assert num_series(families) == before + 2 * NUM_POPULAR_ADAPTERS + NUM_LISTED_ADAPTERS
+    assert num_series(families) < 400 + NUM_LISTED_ADAPTERS
     assert len(families["loraplex_adapter_popularity"].samples) == NUM_POPULAR_ADAPTERS
+    names = {sample.labels["adapter_name"] for sample in families["vllm:lora_adapter_loaded"].samples}
+    assert len(names) == NUM_LISTED_ADAPTERS

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -71,17 +70,6 @@ async def test_the_base_answers_as_the_base(site: Site) -> None:
         answer = await complete(client, BASE_NAME)
     assert (answer["model"], answer["x_loraplex"]["adapter"]) == (BASE_NAME, None)
     assert site.engine.held == {}
-
-
-async def test_metrics_tell_what_is_loaded_by_the_name_alone(site: Site) -> None:
-    keys = site.tenant("acme", "one"), site.tenant("globex", "one", "two")
-    for key, model in ((keys[0], "one"), (keys[1], "one@1"), (keys[1], "globex/two")):
-        async with site.client(key) as client:
-            await complete(client, model)
-    async with site.client(site.operator_key("acme")) as client:
-        text = (await client.get("/metrics")).text
-    loaded = re.findall(r'^vllm:lora_adapter_loaded{adapter_name="(.*?)",level="gpu",pinned="false"} 1.0$', text, re.M)
-    assert sorted(loaded) == ["one", "two"]
 
 
 async def test_a_granted_adapter_answers_by_its_owners_name(site: Site) -> None:

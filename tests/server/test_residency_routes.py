@@ -97,6 +97,21 @@ def test_known_names_are_the_last_few_and_bounded(monkeypatch: pytest.MonkeyPatc
     assert names.of(digests).keys() == {digests[1], digests[2]}
 
 
+def test_what_names_stand_for_is_bounded_and_forgotten_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.server.known_names.MAX_ADAPTERS", 2)
+    names, (a, b) = KnownNames(), (AdapterDigest(name * 64) for name in "ab")
+    names.note_current(a, "t/x@1")
+    names.note_current(b, "u/x@1")
+    assert names.current((a, b)) == {a: (), b: ()}
+    names.note_current(b, "u/y@1")  # the third name; t's is forgotten
+    assert names.current((a, b)) == {a: (), b: ("y", "x")}
+    for idx in range(10):
+        names.note_current((a, b)[idx % 2], f"v/z{idx}@1")
+        names.note_current((b, a)[idx % 2], f"v/z{idx}@2")
+    assert names.current((a, b)) == {a: ("z9",), b: ("z8",)}
+    assert (len(names._current), len(names._meanings)) == (2, 2)
+
+
 # ---------------------------------------------------------------------- timings
 @pytest.mark.parametrize("stream", [False, True])
 async def test_timings_add_up_to_the_time_of_the_answer(

@@ -96,7 +96,11 @@ class ModelCatalog(Protocol):
         ...
 
     def model_names(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
-        """What callers write as `model` for them, as far as is known: without versions, and without tenants."""
+        """What callers write as `model` for them, as far as is known: without versions, and without tenants.
+
+        Each name is one adapter's: the one that it stood for last. A name that is several tenants' is left out, unless
+        it is the same weights for all of them.
+        """
         ...
 
     def host_figures(self) -> HostFigures:

@@ -7,13 +7,13 @@ are a fixed number.
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loraplex.core import AdapterDigest, EngineStats, Histogram, LoadedAdapter
+from loraplex.core import AdapterDigest, EngineStats, Histogram
 from loraplex.core.figures import NUM_LISTED_ADAPTERS
 from loraplex.server.host_figures import HostFigures, LoadFigures
 from loraplex.server.waiters import StageFigures
@@ -21,7 +21,7 @@ from loraplex.server.waiters import StageFigures
 MAX_LISTED_ADAPTERS = 256  # names in one label value: a gateway needs the busy ones, not thousands of waiting ones
 
 NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
-"""What callers write as `model` for adapters, as far as is known."""
+"""What callers write as `model` for adapters, as far as is known; no name is given to two."""
 
 
 class EngineCollector(Collector):
@@ -240,13 +240,11 @@ def _vllm_adapters(stats: EngineStats, host: HostFigures, names_of: NamesOf) -> 
         ("max_gpu_lora_adapters", "Most distinct adapters a step.", stats.max_loras),
     ):
         yield GaugeMetricFamily(f"vllm:{name}", text, value=value)
-    names, found = names_of({one.digest for one in stats.loaded_adapters}), dict[str, LoadedAdapter]()
-    for one in stats.loaded_adapters:
-        for name in names.get(one.digest, ()):
-            found.setdefault(name, one)
+    names = names_of({one.digest for one in stats.loaded_adapters})
+    named = ((name, one) for one in stats.loaded_adapters for name in names.get(one.digest, ()))
     labels = ("adapter_name", "level", "pinned")
     loaded = GaugeMetricFamily("vllm:lora_adapter_loaded", "1 for adapters that are loaded, and where.", labels=labels)
-    for name, one in list(found.items())[:NUM_LISTED_ADAPTERS]:
+    for name, one in islice(named, NUM_LISTED_ADAPTERS):
         loaded.add_metric((name, "gpu" if one.in_pool else "cpu", str(one.is_pinned).lower()), 1)
     yield loaded
     text = "Seconds that loads took, into host memory (load) and into the pool (activate)."

@@ -39,8 +39,7 @@ class RegistryCatalog:
         if found is None:
             return ModelLease(None)
         digest, tenant = found.ref.digest, caller.account
-        label = found.ref.label
-        self._names.note(digest, label if "/" in label else f"{tenant}/{label}")
+        self._note(found, model)
         source = AdapterSource(digest, found.num_bytes, found.artifact, partial(self._read, found))
         loaded = await self._host.acquire(tenant, source, waiter)
         told = ToldLoad(loaded.told_s is not None, loaded.told_s or 0.0)
@@ -65,11 +64,16 @@ class RegistryCatalog:
         return self._names.of(digests)
 
     def model_names(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
-        found = self.names_of(digests)
-        return {digest: tuple(dict.fromkeys(map(_bare, labels))) for digest, labels in found.items()}
+        return self._names.current(digests)
 
     def host_figures(self) -> HostFigures:
         return self._host.figures()
+
+    def _note(self, found: ResolvedVersion, model: str | None) -> None:
+        """Remember what was asked for, under its owner; `model` None is what the key is bound to, without a version."""
+        label = f"{found.tenant}/{found.ref.label.rpartition('/')[2]}"
+        note = self._names.note if model is not None and "@" in model else self._names.note_current
+        note(found.ref.digest, label)
 
     def _read(self, found: ResolvedVersion) -> CheckAdapter:
         return partial(self._registry.read(found), self._engine.base, self._registry.adapter_limits)
@@ -94,11 +98,6 @@ def _principal(caller: Caller) -> Principal:
     if caller.principal is None:
         raise Unauthenticated
     return caller.principal
-
-
-def _bare(label: str) -> str:
-    """`name` of `tenant/name@version`."""
-    return label.partition("/")[2].rpartition("@")[0]
 
 
 def _entry(found: ResolvedVersion) -> ModelEntry:
