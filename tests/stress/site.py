@@ -26,6 +26,7 @@ from loraplex.registry.types import ResolvedVersion, VersionInfo
 from loraplex.scheduler import SequenceStatus
 from loraplex.scheduler.sequence import WaitReason
 from loraplex.server import ServerConfig, create_app
+from loraplex.server.host_adapters import HostAdapters
 from tests.adapters.factories import make_config, make_tensors, write_adapter
 from tests.registry.helpers import OPERATOR, PASSED, check_here
 from tests.server.helpers import LiveServer
@@ -297,6 +298,9 @@ class Site:
             "host loads": sum(len(entry.loads) for entry in host._entries.values()),
             "host room in use": dict(host._room._adapters_used) | dict(host._room._bytes_used),
             "host entries unlike the shelf": set(host._entries) ^ set(shelf.packed),
+            "host room unlike its entries": _room_error(host),
+            "idle host entries unlike the unused": {d for d, e in host._entries.items() if e.is_ready and e.is_idle}
+            ^ set(host._unused),
             "waiters": len(self.service.waiters._waiting),
             "tenant places": sum(meter.num_requests for meter in self.service.tenants._meters._meters.values()),
             "body bytes": self.service.bodies.budget.num_bytes,
@@ -310,6 +314,13 @@ class Site:
             "server tasks": len(self.server.server.server_state.tasks),
         }
         return {name: value for name, value in found.items() if value}
+
+
+def _room_error(host: HostAdapters) -> tuple[int, int] | None:
+    """How many adapters and bytes the books of host memory have more than are there; None where they are right."""
+    room, entries = host._room, host._entries.values()
+    error = room._num_adapters - len(entries), room._num_bytes - sum(entry.num_bytes for entry in entries)
+    return error if any(error) else None
 
 
 def _open_files() -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from loraplex.core import AdapterDigest
+
 from ..conftest import MakeBase
 from .churn import Churn
 from .site import Site, SiteConfig
@@ -119,6 +121,17 @@ def test_short_churn_gives_no_wrong_token_and_leaves_nothing(open_site: OpenSite
     assert_all_happened(figures, CHURNED)
     assert counts["whole answers"] > 0.4 * counts["requests"]
     assert_all_happened(counts, [f"cut {cut}" for cut in CUTS] + ["status 429", "status 503", "status 404"])
+
+
+def test_wrong_books_of_host_memory_are_leaks(open_site: OpenSite) -> None:
+    site = open_site(SiteConfig(num_adapters=6, num_tenants=1, names_per_tenant=1, broken_per_tenant=0))
+    assert not site.leaks()
+    host = site.service.catalog._host
+    host._room.add(1)
+    assert site.leaks() == {"host room unlike its entries": (1, 1)}
+    host._room.remove(1)
+    host._unused[AdapterDigest("a" * 64)] = None
+    assert site.leaks().keys() == {"idle host entries unlike the unused"}
 
 
 @pytest.mark.slow
