@@ -8,7 +8,8 @@ size or for KV and cached prefixes instead, and of one whose pool holds all. Bot
 memory holds all adapters in both, and each is asked for once before. Compared is the 99th percentile of the time per
 output token of those requests whose adapter was in the small pool. How many adapters lay in it at most is reported.
 
-No cliff: requests arrive by a Poisson process on 32 adapters, which fit beside the KV, and at the same times on 256.
+No cliff: requests arrive by a Poisson process on 32 adapters, about what fits beside KV and
+prefixes, and at the same times on 256.
 
 Usage: python bench/bench_many_adapters.py [--rounds 3] [--out FILE]
 """
