@@ -56,7 +56,7 @@ def test_ten_thousand_adapters_with_bursts_and_failures(alpha: float) -> None:
     assert run.num_failures > 0
     assert run.scheduler.residency.num_evictions > 0
     longest_s = max(outcome.ttft_s for outcome in run.outcomes if not outcome.has_failed)
-    assert longest_s < 2.5, "somebody starved: a load that failed is tried again after 2 s, and the run is far from full"
+    assert longest_s < 2.5, "somebody starved: a failed load is tried again after 2 s, and the run is far from full"
 
 
 @dataclass
