@@ -15,6 +15,7 @@ from loraplex.adapters import limits as adapter_limits
 from loraplex.adapters import peft_config
 from loraplex.cli.main import app
 from loraplex.core import AdapterResidence, LoraplexError, OverloadReason, RefusalReason, SamplingParams, limits
+from loraplex.server.engine_metrics import EngineCollector
 from loraplex.server.errors import HTTP_CODES, kind_of
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.metrics import Metrics
@@ -189,7 +190,8 @@ def test_every_limit_is_documented_beside_its_field() -> None:
 
 # ---------------------------------------------------------------------- metrics
 def test_every_metric_is_documented_with_its_type() -> None:
-    metrics = Metrics(FakeEngine().stats, lambda: HostFigures(0), Waiters(FakeEngine()).figures, lambda digests: {})
+    waiters = Waiters(FakeEngine())
+    metrics = Metrics(EngineCollector(FakeEngine().stats, lambda: HostFigures(0), waiters.figures, lambda digests: {}))
     metrics.observe_http("/health", 200)
     scraped = re.findall(r"^# TYPE (\S+) (\S+)$", metrics.render().decode(), re.MULTILINE)
     actual = {name: kind for name, kind in scraped if not name.endswith("_created")}

@@ -13,7 +13,7 @@ from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, AdapterRef, EngineStats, Histogram, LoadedAdapter
 from loraplex.core.figures import DISTINCT_BUCKETS, NUM_LISTED_ADAPTERS, NUM_POPULAR_ADAPTERS, HostMemory
 from loraplex.server import ServerConfig, create_app
-from loraplex.server.engine_metrics import MAX_LISTED_ADAPTERS
+from loraplex.server.engine_metrics import MAX_LISTED_ADAPTERS, EngineCollector
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.metrics import Metrics
 from loraplex.server.waiters import Stage, StageFigures
@@ -128,7 +128,7 @@ def test_who_waits_for_host_memory_is_told_by_stage_and_counted_among_all_who_wa
 def test_empty_pool_is_no_division_by_zero() -> None:
     assert (
         b"vllm:kv_cache_usage_perc 0.0"
-        in Metrics(EngineStats, lambda: HostFigures(0), tuple, lambda digests: {}).render()
+        in Metrics(EngineCollector(EngineStats, lambda: HostFigures(0), tuple, lambda digests: {})).render()
     )
 
 
@@ -139,7 +139,9 @@ def rendered(
     waiting: tuple[StageFigures, ...] = (),
     names: Mapping[AdapterDigest, tuple[str, ...]] | None = None,
 ) -> dict[str, Metric]:
-    metrics = Metrics(lambda: stats, lambda: host or HostFigures(3), lambda: waiting, lambda digests: names or {})
+    metrics = Metrics(
+        EngineCollector(lambda: stats, lambda: host or HostFigures(3), lambda: waiting, lambda digests: names or {})
+    )
     text = metrics.render().decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 

@@ -105,16 +105,23 @@ async def test_who_waits_here_counts_to_the_queue() -> None:
     await world.use(B, 3)
 
 
-async def test_a_store_that_is_slow_gathers_no_more_requests_than_the_queue_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site, gate, real = Site(tmp_path, engine=fake_engine(max_waiting=3)), threading.Event(), Registry.read
+@pytest.fixture
+def store_gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What every read of the artifact store waits for."""
+    gate, real = threading.Event(), Registry.read
 
     def slow(self: Registry, *args: Any) -> Any:
         assert gate.wait(5)
         return real(self, *args)
 
     monkeypatch.setattr(Registry, "read", slow)
+    return gate
+
+
+async def test_a_store_that_is_slow_gathers_no_more_requests_than_the_queue_holds(
+    tmp_path: Path, store_gate: threading.Event
+) -> None:
+    site = Site(tmp_path, engine=fake_engine(max_waiting=3))
     async with site.client(site.tenant("acme", "a", "b")) as client:
         waiting = [
             asyncio.create_task(client.post("/v1/completions", json=ask(model, n=n, temperature=1.0)))
@@ -126,7 +133,7 @@ async def test_a_store_that_is_slow_gathers_no_more_requests_than_the_queue_hold
         )
         for model in ("a", BASE_NAME):
             assert_error(await client.post("/v1/completions", json=ask(model)), 503, code="overloaded")
-        gate.set()
+        store_gate.set()
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
         assert (await client.post("/v1/completions", json=ask("a"))).status_code == 200
     site.close()
@@ -169,15 +176,9 @@ class LeavingClient:
 
 
 async def test_clients_that_leave_while_a_store_is_slow_take_nobodys_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store_gate: threading.Event
 ) -> None:
-    site, gate, real = Site(tmp_path, engine=fake_engine(max_waiting=3)), threading.Event(), Registry.read
-
-    def slow(self: Registry, *args: Any) -> Any:
-        assert gate.wait(5)
-        return real(self, *args)
-
-    monkeypatch.setattr(Registry, "read", slow)
+    site = Site(tmp_path, engine=fake_engine(max_waiting=3))
     key = site.tenant("acme", "a")
     service = site.app.state.service
     clients = [LeavingClient(key, ask("a")) for _ in range(3)]
@@ -191,7 +192,7 @@ async def test_clients_that_leave_while_a_store_is_slow_take_nobodys_place(
     assert service.waiters._by_tenant == {}
     async with site.client(key) as client:
         assert (await client.post("/v1/completions", json=ask(BASE_NAME))).status_code == 200
-        gate.set()
+        store_gate.set()
         await until(lambda: service.catalog.host_figures().num_ready == 1)
         await until(lambda: not service.catalog._host._room.num_used("acme"))
         assert (await client.post("/v1/completions", json=ask("a"))).status_code == 200

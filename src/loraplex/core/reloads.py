@@ -126,7 +126,7 @@ class Reloads:
 
         0 when there were none. From any thread.
         """
-        ordered = sorted(self._distances(now))
+        ordered = sorted(distance for at_s, distance in self._recent.copy() if now - at_s <= RECENT_S)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0
 
     def thrash(self, now: float) -> int:
@@ -135,11 +135,5 @@ class Reloads:
             self._recent.popleft()
         if len(self._recent) < OFTEN or now - self._reported_s < RECENT_S:
             return 0
-        count = len(self._distances(now))
-        if count < OFTEN:
-            return 0
         self._reported_s = now
-        return count
-
-    def _distances(self, now: float) -> list[int]:
-        return [distance for at_s, distance in self._recent.copy() if now - at_s <= RECENT_S]
+        return len(self._recent)

@@ -20,7 +20,7 @@ from loraplex.core.figures import (
 )
 from loraplex.engine.packed_files import PackedFileCounts
 from loraplex.engine.packing import PackedAdapter
-from loraplex.pool import AdapterState, EvictionReason, Placement
+from loraplex.pool import AdapterResidency, AdapterState, EvictionReason, Placement
 from loraplex.scheduler import Scheduler, Sequence, StepPlan, WaitReason
 
 TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -96,8 +96,9 @@ def snapshot(
     """
     reasons = scheduler.waiting.num_by_reason()
     oldest = next(iter(scheduler.waiting), None)
+    popular = scheduler.residency.most_popular(NUM_LISTED_ADAPTERS, now)
     return replace(
-        _adapter_figures(scheduler, now),
+        _adapter_figures(scheduler, popular[:NUM_POPULAR_ADAPTERS], now),
         num_waiting=len(scheduler.waiting),
         num_running=len(scheduler.running),
         num_pages=scheduler.pool.num_pages,
@@ -119,13 +120,13 @@ def snapshot(
         packed_files=tuple((event, getattr(files, name)) for event, name in _PACKED_EVENTS),
         packed_bytes=files.num_bytes,
         host_memory=host,
-        loaded_adapters=tuple(islice(_loaded(scheduler, adapters, now), NUM_LISTED_ADAPTERS)),
+        loaded_adapters=tuple(islice(_loaded(scheduler.residency, popular, adapters), NUM_LISTED_ADAPTERS)),
         **_counted(counters, is_running=bool(scheduler.running)),
     )
 
 
-def _adapter_figures(scheduler: Scheduler, now: float) -> EngineStats:
-    """Those of the pool's adapters."""
+def _adapter_figures(scheduler: Scheduler, popular: list[tuple[AdapterDigest, float]], now: float) -> EngineStats:
+    """Those of the pool's adapters, of which `popular` come with their popularity."""
     residency = scheduler.residency
     evictions = tuple((reason.value, residency.evictions[reason]) for reason in EvictionReason)
     return EngineStats(
@@ -139,16 +140,19 @@ def _adapter_figures(scheduler: Scheduler, now: float) -> EngineStats:
         reload_pages=residency.reloads.missing(now),
         popular_adapters=tuple(
             AdapterUse(digest, popularity, residency.num_users(digest))
-            for digest, popularity in residency.most_popular(NUM_POPULAR_ADAPTERS, now)
+            for digest, popularity in popular
             if popularity > 0.0
         ),
     )
 
 
-def _loaded(scheduler: Scheduler, packed: Mapping[AdapterDigest, PackedAdapter], now: float) -> Iterator[LoadedAdapter]:
-    """The pool's adapters, the most popular first, then those only in host memory, the last that came first."""
-    residency = scheduler.residency
-    for digest, _ in residency.most_popular(NUM_LISTED_ADAPTERS, now):
+def _loaded(
+    residency: AdapterResidency,
+    popular: list[tuple[AdapterDigest, float]],
+    packed: Mapping[AdapterDigest, PackedAdapter],
+) -> Iterator[LoadedAdapter]:
+    """The pool's `popular` adapters, then those only in host memory, the last that came first."""
+    for digest, _ in popular:
         yield LoadedAdapter(digest, in_pool=True, is_pinned=residency.is_pinned(digest))
     for digest in reversed(tuple(packed)):
         if not residency.is_resident(digest):

@@ -22,6 +22,7 @@ from loraplex.server.body_limits import body_limits
 from loraplex.server.callers import Access
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ContextMiddleware
+from loraplex.server.engine_metrics import EngineCollector
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.error_handlers import handle_http_error, handle_loraplex_error
 from loraplex.server.host_adapters import HostAdapters
@@ -82,7 +83,7 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         engine=engine,
         catalog=catalog,
         config=config,
-        metrics=Metrics(engine.stats, catalog.host_figures, waiters.figures, catalog.model_names),
+        metrics=Metrics(EngineCollector(engine.stats, catalog.host_figures, waiters.figures, catalog.model_names)),
         waiters=waiters,
         log=log,
         created=int(time.time()),

@@ -9,6 +9,9 @@ from loraplex.server.callers import Caller
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.waiters import Waiter
 
+NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
+"""What adapters are called, as far as is known: `ModelCatalog.names_of`, or `model_names`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:

@@ -6,22 +6,20 @@ are a fixed number.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, islice
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loraplex.core import AdapterDigest, EngineStats, Histogram
+from loraplex.core import EngineStats, Histogram
 from loraplex.core.figures import NUM_LISTED_ADAPTERS
+from loraplex.server.catalog import NamesOf
 from loraplex.server.host_figures import HostFigures, LoadFigures
 from loraplex.server.waiters import StageFigures
 
 MAX_LISTED_ADAPTERS = 256  # names in one label value: a gateway needs the busy ones, not thousands of waiting ones
-
-NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
-"""What callers write as `model` for adapters, as far as is known; no name is given to two."""
 
 
 class EngineCollector(Collector):

@@ -2,14 +2,9 @@
 number of series does not depend on how many adapters there are.
 """
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from loraplex.core import EngineStats
-from loraplex.server.engine_metrics import EngineCollector, NamesOf
-from loraplex.server.host_figures import HostFigures
-from loraplex.server.waiters import StageFigures
+from loraplex.server.engine_metrics import EngineCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -20,15 +15,9 @@ _E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 
 class Metrics:
     """All metrics of one server, in a registry of its own."""
 
-    def __init__(
-        self,
-        stats: Callable[[], EngineStats],
-        host: Callable[[], HostFigures],
-        waiting: Callable[[], tuple[StageFigures, ...]],
-        names_of: NamesOf,
-    ) -> None:
+    def __init__(self, engine: EngineCollector) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, host, waiting, names_of))
+        self.registry.register(engine)
         self._http = Counter(
             "loraplex_http_requests", "HTTP requests by route and status.", ("route", "status"), registry=self.registry
         )

@@ -6,7 +6,7 @@ One background task of the event loop. It moves weights only: every request stil
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from structlog.typing import FilteringBoundLogger
 
 from loraplex.core import AdapterDigest, ClientError, ConfigError, InvalidRequest, LoraplexError
 from loraplex.server.adapter_names import AdapterNames, NamedLease
+from loraplex.server.catalog import NamesOf
 from loraplex.server.engine_port import ServingEngine
 from loraplex.server.popularity import Popularity, read_scores, write_text
 from loraplex.server.threads import WorkerThreads
@@ -32,8 +33,6 @@ _MAX_SHOWN = 8  # names, in a line of the log
 Reading = AbstractAsyncContextManager[None]
 """Held while weights are read, which may have to wait for it."""
 _AT_ONCE: Reading = nullcontext()
-
-NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
