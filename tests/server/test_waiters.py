@@ -28,6 +28,11 @@ pytestmark = pytest.mark.anyio
 A, B, C = (AdapterDigest(letter * 64) for letter in "abc")
 
 
+def counts(waiters: Waiters) -> dict[Stage, int]:
+    """Sequences by stage."""
+    return {one.stage: one.num_sequences for one in waiters.figures() if one.num_sequences}
+
+
 class World:
     """Host memory; reading and checking of adapters can be held up."""
 
@@ -44,16 +49,16 @@ class World:
             await self.host.acquire("acme", AdapterSource(digest, 1, "x", partial(self._read, digest)), waiter)
 
     def _read(self, digest: AdapterDigest) -> partial[Adapter]:
-        assert self.reading.wait(5)
+        assert self.reading.wait(30)
         return partial(self._check, digest)
 
     def _check(self, digest: AdapterDigest) -> Adapter:
-        assert self.checking.wait(5)
+        assert self.checking.wait(30)
         return Adapter(digest, (), 1, 0, (), None)
 
     @property
     def counts(self) -> dict[Stage, int]:
-        return {one.stage: one.num_sequences for one in self.waiters.figures() if one.num_sequences}
+        return counts(self.waiters)
 
 
 async def test_requests_are_counted_in_the_stage_that_they_are_in() -> None:
@@ -111,7 +116,7 @@ def store_gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     gate, real = threading.Event(), Registry.read
 
     def slow(self: Registry, *args: Any) -> Any:
-        assert gate.wait(5)
+        assert gate.wait(30)
         return real(self, *args)
 
     monkeypatch.setattr(Registry, "read", slow)
@@ -127,7 +132,6 @@ async def test_a_store_that_is_slow_gathers_no_more_requests_than_the_queue_hold
             asyncio.create_task(client.post("/v1/completions", json=ask(model, n=n, temperature=1.0)))
             for model, n in (("a", 2), ("b", 1))
         ]
-        await until(lambda: site.app.state.service.waiters._by_tenant.total() == 3)
         await until(
             lambda: 'loraplex_host_waiting{stage="read"} 3.0' in site.app.state.service.metrics.render().decode()
         )
@@ -175,28 +179,56 @@ class LeavingClient:
         raise AssertionError(f"nobody is there to be told {message}")
 
 
+async def leave(site: Site, key: str, stage: Stage) -> None:
+    """Three clients ask for "a", and go while they wait in a stage."""
+    service = site.app.state.service
+    clients = [LeavingClient(key, ask("a")) for _ in range(3)]
+    calls = [asyncio.create_task(one.call(site.app)) for one in clients]
+    await until(lambda: counts(service.waiters) == {stage: 3})
+    for one in clients:
+        one.has_left.set()
+    async with asyncio.timeout(5.0):
+        await asyncio.gather(*calls)
+    assert [line["status"] for line in site.lines() if line["event"] == "request"] == [499] * 3
+    assert service.waiters._by_tenant == {}
+
+
 async def test_clients_that_leave_while_a_store_is_slow_take_nobodys_place(
     tmp_path: Path, store_gate: threading.Event
 ) -> None:
     site = Site(tmp_path, engine=fake_engine(max_waiting=3))
     key = site.tenant("acme", "a")
-    service = site.app.state.service
-    clients = [LeavingClient(key, ask("a")) for _ in range(3)]
-    calls = [asyncio.create_task(one.call(site.app)) for one in clients]
-    await until(lambda: service.waiters._by_tenant.total() == 3)
-    for one in clients:
-        one.has_left.set()
-    async with asyncio.timeout(2.0):
-        await asyncio.gather(*calls)
-    assert [line["status"] for line in site.lines() if line["event"] == "request"] == [499] * 3
-    assert service.waiters._by_tenant == {}
+    await leave(site, key, Stage.READ)
+    catalog = site.app.state.service.catalog
     async with site.client(key) as client:
         assert (await client.post("/v1/completions", json=ask(BASE_NAME))).status_code == 200
         store_gate.set()
-        await until(lambda: service.catalog.host_figures().num_ready == 1)
-        await until(lambda: not service.catalog._host._room.num_used("acme"))
+        await until(lambda: catalog.host_figures().num_ready == 1)
+        await until(lambda: not catalog._host._room.num_used("acme"))
         assert (await client.post("/v1/completions", json=ask("a"))).status_code == 200
-    assert service.catalog.host_figures().from_store.count == 1, "what was read for those who left is kept"
+    assert catalog.host_figures().from_store.count == 1, "what was read for those who left is kept"
+    site.close()
+
+
+async def test_for_clients_that_leave_before_their_name_is_resolved_nothing_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, gate, real = Site(tmp_path, engine=fake_engine(max_waiting=3)), threading.Event(), Registry.resolve
+    key = site.tenant("acme", "a")
+
+    def slow(self: Registry, *args: Any) -> Any:
+        assert gate.wait(30)
+        return real(self, *args)
+
+    monkeypatch.setattr(Registry, "resolve", slow)
+    await leave(site, key, Stage.NAME)
+    gate.set()
+    catalog = site.app.state.service.catalog
+    async with site.client(key) as client:
+        assert (await client.post("/v1/completions", json=ask(BASE_NAME))).status_code == 200
+        figures = catalog.host_figures()
+        assert (figures.num_ready, figures.from_store.count, catalog._host._room.num_used("acme")) == (0, 0, 0)
+        assert (await client.post("/v1/completions", json=ask("a"))).status_code == 200
     site.close()
 
 
@@ -206,7 +238,7 @@ async def test_a_request_counts_to_the_queue_while_its_prompt_is_made_tokens(
     site, gate, real = Site(tmp_path, engine=fake_engine(max_waiting=1)), threading.Event(), FakeEngine.encode
 
     def slow(self: FakeEngine, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        assert len(text) < LONG_TEXT or gate.wait(5)
+        assert len(text) < LONG_TEXT or gate.wait(30)
         return real(self, text[:8], add_special_tokens)
 
     monkeypatch.setattr(FakeEngine, "encode", slow)
