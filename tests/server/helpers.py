@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from loraplex.core import AdapterDigest, AdapterRef, ModelNotFound
 from loraplex.server import RunConfig, build_server
+from loraplex.server.waiters import Stage, Waiters
 
 BASE = "fake-base"
 ALPHA = AdapterRef("acme/alpha", 3, AdapterDigest("a" * 64))
@@ -143,3 +144,8 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def waiting_counts(waiters: Waiters) -> dict[Stage, int]:
+    """Sequences of the requests that wait before the engine, by stage."""
+    return {one.stage: one.num_sequences for one in waiters.figures() if one.num_sequences}

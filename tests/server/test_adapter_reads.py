@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-import time
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -50,7 +50,7 @@ class Place:
 
     def _read(self) -> partial[Adapter]:
         self.num_reads += 1
-        assert self.open.wait(10)
+        assert self.open.wait(30)
         if self.read_error is not None:
             raise self.read_error
         return partial(self._check)
@@ -75,15 +75,14 @@ class World:
 
 # ---------------------------------------------------------------------- slow
 async def test_slow_sources_delay_only_their_own_requests() -> None:
-    world, slow = World(), [Place(digest_of(i)) for i in range(share_of(NUM_READ_THREADS) + 3)]
+    world = World(timeout_s=30.0)
+    slow = [Place(digest_of(i)) for i in range(share_of(NUM_READ_THREADS) + 3)]
     for place in slow:
         place.open.clear()
     waiting = [asyncio.create_task(world.use(place, "slow")) for place in slow]
     await until(lambda: sum(place.num_reads for place in slow) == share_of(NUM_READ_THREADS))
-    started = time.monotonic()
     for number in range(10):
         await world.use(Place(digest_of(1000 + number)), "quick")
-    assert time.monotonic() - started < 2.0
     assert not any(task.done() for task in waiting)
     assert sum(place.num_reads for place in slow) == share_of(NUM_READ_THREADS), "a tenant leaves threads to others"
     for place in slow:
@@ -94,9 +93,9 @@ async def test_slow_sources_delay_only_their_own_requests() -> None:
 
 
 async def test_read_that_takes_too_long_fails_with_a_code_and_is_not_begun_twice() -> None:
-    world, place = World(timeout_s=0.05), Place(A)
+    world, place = World(timeout_s=0.5), Place(A)
     place.open.clear()
-    with pytest.raises(StoreUnavailable, match=r"0\.05 s \(adapter_read_timeout_s\)"):
+    with pytest.raises(StoreUnavailable, match=r"0\.5 s \(adapter_read_timeout_s\)"):
         await world.use(place)
     assert world.host.num_ready == 0
     with pytest.raises(Overloaded) as caught:
@@ -116,7 +115,7 @@ async def test_read_that_takes_too_long_fails_with_a_code_and_is_not_begun_twice
 
 
 async def test_who_gets_no_thread_is_told_when_the_reads_before_it_may_be_done() -> None:
-    world = World(timeout_s=0.2)
+    world = World(timeout_s=1.0)
     slow = [Place(digest_of(number)) for number in range(share_of(NUM_READ_THREADS) + 5)]
     for place in slow:
         place.open.clear()
@@ -146,14 +145,15 @@ async def test_late_read_is_used_by_the_next_request_and_counts_as_one_failure()
 
 
 async def test_two_tenants_with_a_hung_store_leave_threads_to_a_third() -> None:
-    world = World(timeout_s=0.1)
+    world = World(timeout_s=1.0)
     slow = [Place(digest_of(i)) for i in range(NUM_READ_THREADS * 2)]
     for place in slow:
         place.open.clear()
     waiting = [asyncio.create_task(world.use(place, f"slow{i % 2}")) for i, place in enumerate(slow)]
     errors = await asyncio.gather(*waiting, return_exceptions=True)
-    assert {type(error) for error in errors} == {StoreUnavailable, Overloaded}
-    assert len(world.host._backoff._failed) == sum(place.num_reads for place in slow), "no thread is no failure"
+    types = Counter(type(error) for error in errors)
+    assert types == {StoreUnavailable: NUM_READ_THREADS, Overloaded: len(slow) - NUM_READ_THREADS}
+    assert len(world.host._backoff._failed) == NUM_READ_THREADS, "no thread is no failure"
     for number in range(5):
         await world.use(Place(digest_of(1000 + number)), "quick")
     assert world.host.num_ready == 5
@@ -162,6 +162,26 @@ async def test_two_tenants_with_a_hung_store_leave_threads_to_a_third() -> None:
     await until(lambda: not world.host._reads._reads)
     assert world.host._reads._num_apart == 0
     assert world.host._reads._free_readers._value == NUM_READ_THREADS
+
+
+async def test_a_read_that_waited_for_its_thread_is_not_its_source_s_failure_and_goes_on() -> None:
+    world, place = World(timeout_s=2.0), Place(A)
+    slow = [Place(digest_of(i)) for i in range(NUM_READ_THREADS)]
+    for one in (place, *slow):
+        one.open.clear()
+    waiting = [asyncio.create_task(world.use(one, f"slow{i % 2}")) for i, one in enumerate(slow)]
+    await until(lambda: sum(one.num_reads for one in slow) == NUM_READ_THREADS)
+    with pytest.raises(Overloaded, match="other reads took all threads") as caught:
+        await world.use(place)
+    assert caught.value.reason is OverloadReason.WORK
+    assert {type(error) for error in await asyncio.gather(*waiting, return_exceptions=True)} == {StoreUnavailable}
+    await until(lambda: place.num_reads == 1)
+    place.open.set()
+    await world.use(place)
+    assert (place.num_reads, world.host.num_ready) == (1, 1)
+    for one in slow:
+        one.open.set()
+    await until(lambda: not world.host._reads._reads)
 
 
 # ---------------------------------------------------------------------- broken
@@ -312,10 +332,12 @@ async def test_no_more_leave_than_loads_miss_while_others_are_about_to() -> None
     world.engine.max_held = 0  # nothing has left yet, however much is retired
     world.engine.leaving = {place.digest for place in places}
     waiting = [asyncio.create_task(world.use(Place(digest))) for digest in (A, B)]
-    await asyncio.sleep(0.3)
+    await until(lambda: len(world.engine.retired) == 2)
+    await asyncio.sleep(0.1)
     assert world.engine.retired == [place.digest for place in places[:2]], "each of the two misses one byte"
     world.engine.leaving -= set(world.engine.retired)  # they have left, and somebody else took their room
-    await asyncio.sleep(0.3)
+    await until(lambda: len(world.engine.retired) == 4)
+    await asyncio.sleep(0.1)
     assert len(world.engine.retired) == 4
     world.engine.max_held = 8
     await asyncio.gather(*waiting)

@@ -13,10 +13,11 @@ import pytest
 
 from loraplex.registry import Registry, RegistryUnavailable
 from loraplex.server import ServerConfig, host_adapters, load_backoff
+from loraplex.server.waiters import Stage
 from loraplex.testing import fake_text
 from tests.registry.helpers import BASE, OPERATOR
 
-from .helpers import LiveServer, assert_error, chunks, until, wait_until
+from .helpers import LiveServer, assert_error, chunks, until, wait_until, waiting_counts
 from .registry_world import BASE_NAME, Site, ask, fake_engine
 
 pytestmark = pytest.mark.anyio
@@ -195,13 +196,14 @@ async def test_a_load_is_shared_and_told_in_the_answer(site: Site, monkeypatch: 
 
     def slow(self: Registry, *args: Any) -> Any:
         loads.append(threading.current_thread().name)
-        assert gate.wait(5)
+        assert gate.wait(30)
         return real(self, *args)
 
     monkeypatch.setattr(Registry, "read", slow)
     async with site.client(key) as client:
         waiting = [asyncio.create_task(complete(client, "one")) for _ in range(8)]
-        await until(lambda: bool(loads))
+        waiters = site.app.state.service.waiters
+        await until(lambda: waiting_counts(waiters) == {Stage.READ: 8})
         assert (await client.get("/health")).status_code == 200  # the event loop is free
         assert (await complete(client, BASE_NAME))["model"] == BASE_NAME
         gate.set()
@@ -265,7 +267,7 @@ async def test_leased_adapters_stay_and_one_too_many_is_told_to_wait(tmp_path: P
     site = Site(tmp_path, engine=fake_engine(delay_s=0.02), config=config)
     keys = [site.tenant(name, "a", "b", first_seed=seed) for name, seed in (("acme", 1), ("globex", 5), ("hooli", 9))]
     async with site.client(keys[0]) as client, site.client(keys[1]) as other, site.client(keys[2]) as third:
-        running = [asyncio.create_task(complete(one, "a", max_tokens=20)) for one in (client, other)]
+        running = [asyncio.create_task(complete(one, "a", max_tokens=400)) for one in (client, other)]
         await until(lambda: len(site.engine.running) == 2)
         mine, theirs = [await one.post("/v1/completions", json=ask("b")) for one in (client, third)]
         assert_error(mine, 429, code="caller_limit")
@@ -274,6 +276,8 @@ async def test_leased_adapters_stay_and_one_too_many_is_told_to_wait(tmp_path: P
             assert "--max-cpu-loras" in response.json()["error"]["message"]
             assert response.headers["retry-after"] == "1"
         assert (await complete(client, BASE_NAME))["model"] == BASE_NAME
+        assert not any(one.done() for one in running)
+        site.engine.delay_s = 0.0
         assert [answer["model"] for answer in await asyncio.gather(*running)] == ["a@1", "a@1"]
         assert site.engine.retired == []
         assert (await complete(client, "b"))["model"] == "b@1"
@@ -308,11 +312,12 @@ async def test_without_leases_running_requests_lose_their_weights(
     monkeypatch.setattr(host_adapters.HostRoom, "is_within_share", lambda self, tenant, num_bytes: True)
     site = Site(tmp_path, engine=fake_engine(delay_s=0.02), config=ServerConfig(max_host_adapters=1))
     async with site.client(site.tenant("acme", "a", "b")) as client:
-        running = asyncio.create_task(complete(client, "a", max_tokens=20))
+        running = asyncio.create_task(complete(client, "a", max_tokens=400))
         await until(lambda: len(site.engine.running) == 1)
         assert (await complete(client, "b"))["model"] == "b@1"
         assert site.engine.retired == [site.digest("acme", "a")]
         assert not running.done()
+        site.engine.delay_s = 0.0
         await running
     site.close()
 
@@ -344,7 +349,7 @@ def test_a_lease_ends_when_the_client_goes(
 
     def slow(self: Registry, *args: Any) -> Any:
         loads.append(args)
-        assert when == "running" or gate.wait(5)
+        assert when == "running" or gate.wait(30)
         return real(self, *args)
 
     monkeypatch.setattr(Registry, "read", slow)
@@ -375,14 +380,16 @@ async def test_new_requests_get_the_new_version_and_running_ones_keep_theirs(tmp
     second = site.world.verified("acme", "one", 7)
     async with site.client(key) as client:
         await complete(client, "one")
-        running = asyncio.create_task(complete(client, "one", max_tokens=40))
+        running = asyncio.create_task(complete(client, "one", max_tokens=400))
         await until(lambda: bool(site.engine.running))
         other.adapters.activate(OPERATOR, "acme", "one", second.number, expected=1)
         await asyncio.sleep(0.3)  # within which every process has noticed
         assert (await complete(client, "one"))["model"] == "one@2"
+        assert not running.done()
+        site.engine.delay_s = 0.0
         old = await running
         assert old["model"] == "one@1"
-        assert old["choices"][0]["text"] == fake_text(site.digest("acme", "one", 1), HELLO, 40)
+        assert old["choices"][0]["text"] == fake_text(site.digest("acme", "one", 1), HELLO, 400)
         site.registry.adapters.rollback(OPERATOR, "acme", "one", expected=2)
         assert (await complete(client, "one"))["model"] == "one@1"
         assert (await complete(client, "one@2"))["model"] == "one@2"

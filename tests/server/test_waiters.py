@@ -20,17 +20,12 @@ from loraplex.server.threads import LONG_TEXT
 from loraplex.server.waiters import Stage, Waiters
 from loraplex.testing import FakeEngine
 
-from .helpers import assert_error, until
+from .helpers import assert_error, until, waiting_counts
 from .registry_world import BASE_NAME, Site, ask, fake_engine
 
 pytestmark = pytest.mark.anyio
 
 A, B, C = (AdapterDigest(letter * 64) for letter in "abc")
-
-
-def counts(waiters: Waiters) -> dict[Stage, int]:
-    """Sequences by stage."""
-    return {one.stage: one.num_sequences for one in waiters.figures() if one.num_sequences}
 
 
 class World:
@@ -58,7 +53,7 @@ class World:
 
     @property
     def counts(self) -> dict[Stage, int]:
-        return counts(self.waiters)
+        return waiting_counts(self.waiters)
 
 
 async def test_requests_are_counted_in_the_stage_that_they_are_in() -> None:
@@ -184,7 +179,7 @@ async def leave(site: Site, key: str, stage: Stage) -> None:
     service = site.app.state.service
     clients = [LeavingClient(key, ask("a")) for _ in range(3)]
     calls = [asyncio.create_task(one.call(site.app)) for one in clients]
-    await until(lambda: counts(service.waiters) == {stage: 3})
+    await until(lambda: waiting_counts(service.waiters) == {stage: 3})
     for one in clients:
         one.has_left.set()
     async with asyncio.timeout(5.0):

@@ -49,10 +49,10 @@ class AdapterSource:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One read: whether it has one of the read threads, and whether it took too long and goes on beside these."""
+    """One read: since when it has one of the read threads, and whether it took too long and goes on beside these."""
 
     task: "asyncio.Task[CheckAdapter]" = field(init=False)
-    has_thread: bool = False
+    began_s: float | None = None
     is_late: bool = False  # it was told to somebody that it took too long
     is_apart: bool = False  # its thread is beyond NUM_READ_THREADS
 
@@ -65,7 +65,7 @@ class AdapterReads:
     """
 
     def __init__(self, engine: ServingEngine, timeout_s: float) -> None:
-        """A source that has not been read after `timeout_s` fails; one that had no thread by then is Overloaded."""
+        """A source that has not been read after `timeout_s` fails; where it mostly waited for a thread: Overloaded."""
         self._engine = engine
         self._timeout_s = timeout_s
         self._readers = WorkerThreads(NUM_READ_THREADS + MAX_LATE_READS, "loraplex-read")
@@ -119,18 +119,24 @@ class AdapterReads:
         await asyncio.wait({read.task}, timeout=self._timeout_s)
         if read.task.done():
             return read.task.result()
-        if not read.has_thread:
+        if read.began_s is None:
             del self._reads[key]
             read.task.cancel()
-            message = f"The adapter's files were not read within {self._timeout_s:g} s: other reads take all threads."
-            num_ahead = sum(not one.has_thread for one in self._reads.values())
-            raise Overloaded(message, self._pace.wait_s(num_ahead, NUM_READ_THREADS), OverloadReason.WORK)
+            raise self._no_thread()
+        goes_on, read.is_late = read.is_late, True
+        self._set_apart(read)
+        if time.perf_counter() - read.began_s < self._timeout_s / 2:
+            raise self._no_thread()
         error = StoreUnavailable(
             f"The adapter's files were not read within {self._timeout_s:g} s (adapter_read_timeout_s)."
         )
-        error.goes_on, read.is_late = read.is_late, True
-        self._set_apart(read)
+        error.goes_on = goes_on
         raise error
+
+    def _no_thread(self) -> Overloaded:
+        message = f"The adapter's files were not read within {self._timeout_s:g} s: other reads took all threads."
+        num_ahead = sum(read.began_s is None for read in self._reads.values())
+        return Overloaded(message, self._pace.wait_s(num_ahead, NUM_READ_THREADS), OverloadReason.WORK)
 
     def _begin(self, tenant: str, source: AdapterSource, key: Hashable) -> _Read:
         read = self._reads[key] = _Read()
@@ -159,7 +165,7 @@ class AdapterReads:
         try:
             async with gate.places:
                 await self._free_readers.acquire()
-                read.has_thread, started = True, time.perf_counter()
+                read.began_s = started = time.perf_counter()
                 try:
                     return await self._readers.run(call)
                 finally:
