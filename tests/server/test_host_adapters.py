@@ -574,6 +574,7 @@ async def test_random_requests_that_fail_leave_and_wait_leave_no_lease(engine: F
 
     await asyncio.gather(*(client() for _ in range(6)))
     await until(lambda: all(not entry.loads for entry in host.adapters._entries.values()))
+    await asyncio.sleep(0)  # in which those who left give back what they held until their load ended
     assert outcomes["NoneType"] >= 40
     assert outcomes.keys() - {"CallerLimitReached"} == {"NoneType", "ArtifactCorrupt", "CancelledError", "Overloaded"}
     room = host.adapters._room
