@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.server.popularity import HALF_LIFE_S, MAX_FILE_BYTES, MAX_NAMES, Popularity, read_scores, write_text
+from loraplex.core import AdapterDigest
+from loraplex.server.popularity import (
+    HALF_LIFE_S,
+    MAX_FILE_BYTES,
+    MAX_NAMES,
+    Popularity,
+    Starts,
+    read_scores,
+    write_text,
+)
 
 
 def test_what_was_started_most_lately_comes_first() -> None:
@@ -23,6 +32,26 @@ def test_no_more_names_are_kept_than_the_bound() -> None:
     popularity.note({f"t/{number}": 1.0 + number for number in range(MAX_NAMES + 50)}, 1.0)
     assert len(popularity.top(2 * MAX_NAMES)) == MAX_NAMES
     assert f"t/{MAX_NAMES + 49}" in popularity.top(1)
+
+
+def test_starts_are_counted_once_each_and_drained() -> None:
+    starts, (a, b) = Starts(), map(AdapterDigest, "ab")
+    for digest in (a, b, a, a):
+        starts.note(digest)
+    assert starts.drain() == {a: 3, b: 1}
+    assert starts.drain() == {}
+    starts.note(b)
+    assert starts.drain() == {b: 1}
+
+
+def test_adapters_started_once_are_forgotten_before_their_counts_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.server.popularity.MAX_NAMES", 10)
+    starts = Starts()
+    for number in range(1000):
+        starts.note(AdapterDigest(f"once-{number}"))
+        starts.note(AdapterDigest("often"))
+        assert len(starts._counts) <= 20
+    assert starts.drain()[AdapterDigest("often")] == 1000
 
 
 def test_file_is_read_as_it_was_written_and_belongs_to_its_owner(tmp_path: Path) -> None:

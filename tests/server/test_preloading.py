@@ -247,6 +247,37 @@ async def test_what_is_used_is_kept_and_what_was_pushed_out_comes_back(make_site
     assert {digest for digest, _ in site.engine.preloaded} == {site.digest("acme", "one")}
 
 
+async def test_every_start_counts_though_the_adapter_has_left_the_pool(
+    make_site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Empty(FakeEngine):
+        """What was started has been evicted whenever one looks."""
+
+        def residency(self) -> tuple[AdapterResidence, ...]:
+            return ()
+
+    monkeypatch.setattr(preloading, "_NOTE_S", 60.0)
+    path = tmp_path / "r"
+    site = make_site(Empty(description=fake_engine().description, only_held=True), num_recent=1, recent_path=path)
+    async with running(site), site.client(site.world.key("acme")) as client:
+        for number in range(12):
+            if number == 6:
+                replace_active(site, "one", 9)  # which goes by the same name
+            response = await client.post("/v1/completions", json=ask("one", stream=number % 2 == 0))
+            assert response.status_code == 200
+        assert (await client.post("/v1/completions", json=ask("two"))).status_code == 200
+        assert (await client.post("/v1/completions", json=ask(fake_engine().base.name))).status_code == 200
+        assert_error(await client.post("/v1/completions", json=ask("two", max_tokens=0)), 400)
+    assert read_scores(path) == {"acme/one": 12.0, "acme/two": 1.0}
+
+
+async def test_starts_are_not_kept_where_nobody_asks_for_them(make_site: Any) -> None:
+    site = make_site()
+    async with running(site) as preloader, site.client(site.world.key("acme")) as client:
+        assert (await client.post("/v1/completions", json=ask("one"))).status_code == 200
+        assert preloader._starts.drain() == {}
+
+
 async def test_preloading_gives_nobody_a_right(make_site: Any) -> None:
     site = make_site(pin=("acme/one",), preload=("acme/two",))
     site.tenant("beta")

@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 
 from loraplex.core import (
     AdapterRef,
-    EngineClient,
     FinishReason,
     LoraplexError,
     Overloaded,
@@ -86,7 +85,7 @@ async def answer(service: Service, http: HttpRequest, prepare: Callable[[], Awai
 async def _answer(service: Service, context: RequestContext, prepare: Callable[[], Awaitable[Job]]) -> Response:
     job = await prepare()
     requests = context.tally.requests = job.requests()
-    source = merge([_outputs(service.engine, request, job.deadline) for request in requests])
+    source = merge([_outputs(service, request, job.deadline) for request in requests])
     if not job.stream:
         return await _whole_answer(job, context, source)
     try:
@@ -100,13 +99,16 @@ async def _answer(service: Service, context: RequestContext, prepare: Callable[[
 
 
 async def _outputs(
-    engine: EngineClient, request: Request, deadline: Deadline | None
+    service: Service, request: Request, deadline: Deadline | None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs of one engine request, checked. Closing this cancels the request."""
-    stream = engine.generate(request)
+    """Outputs of one engine request, checked; the first says that it was started. Closing this cancels the request."""
+    stream, is_started = service.engine.generate(request), False
     try:
         async for output in stream:
             _check_output(request, output)
+            if not is_started and request.adapter is not None:
+                service.preloader.note_start(request.adapter.digest)
+            is_started = True
             yield output
             if output.finished:
                 return

@@ -4,13 +4,36 @@ import heapq
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+
+from loraplex.core import AdapterDigest
 
 HALF_LIFE_S = 3600.0
 MAX_NAMES = 10_000
 MAX_FILE_BYTES = 4 * 2**20
 _VERSION = 1
+
+
+class Starts:
+    """Starts by adapter since `drain`. Of more than twice MAX_NAMES adapters the least started are forgotten."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: Counter[AdapterDigest] = Counter()
+
+    def note(self, digest: AdapterDigest) -> None:
+        """An adapter was started once more."""
+        self._counts[digest] += 1
+        if len(self._counts) > 2 * MAX_NAMES:
+            self._counts = Counter(dict(self._counts.most_common(MAX_NAMES)))
+
+    def drain(self) -> Counter[AdapterDigest]:
+        """All starts since the last time."""
+        counts, self._counts = self._counts, Counter()
+        return counts
 
 
 class Popularity:

@@ -18,14 +18,13 @@ from loraplex.core import AdapterDigest, ClientError, ConfigError, InvalidReques
 from loraplex.server.adapter_names import AdapterNames, NamedLease
 from loraplex.server.catalog import NamesOf
 from loraplex.server.engine_port import ServingEngine
-from loraplex.server.popularity import Popularity, read_scores, write_text
+from loraplex.server.popularity import Popularity, Starts, read_scores, write_text
 from loraplex.server.threads import WorkerThreads
 
 READY_WAIT_S = 30.0  # for which /ready may be held up
 MAX_AT_ONCE = 8  # names that are resolved and read
 TICK_S = 1.0  # between looks whether a pinned name stands for other weights
 _NOTE_S = 60.0  # between notes of what is popular
-_HALF_LIFE_S = 60.0  # of the popularity that the engine tells
 _REFILL_S = 10.0  # between looks whether popular adapters were pushed out
 _MAX_REFILLS = 8
 _MAX_SHOWN = 8  # names, in a line of the log
@@ -98,6 +97,7 @@ class Preloader:
         self._places = asyncio.Semaphore(MAX_AT_ONCE)  # each for as long as reading takes, which has its timeout
         self._followed: set[str] = set()  # pinned names that are looked at now
         self._popularity = Popularity()
+        self._starts = Starts()
         self._task: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0  # at the latest
         self._is_done = True
@@ -331,7 +331,7 @@ class Preloader:
     def _by_name(self, digests: Collection[AdapterDigest]) -> dict[str, AdapterDigest]:
         """Names without versions, as far as they are known."""
         known = self._names_of(digests)
-        return {label.partition("@")[0]: digest for digest, labels in known.items() for label in labels}
+        return {_unversioned(label): digest for digest, labels in known.items() for label in labels}
 
     # ------------------------------------------------------------------ popularity
     async def _load_scores(self) -> None:
@@ -343,17 +343,21 @@ class Preloader:
         except ValueError as error:
             self._log.warning("recent_adapters_damaged", path=str(path), message=f"{error}; it is ignored")
 
+    def note_start(self, digest: AdapterDigest) -> None:
+        """A request on an adapter was started; its name was asked for shortly before."""
+        if self._config.recent_path is not None:  # else nobody would ever drain it
+            self._starts.note(digest)
+
     async def _note(self) -> None:
         """Book what was started since the last time, and keep it."""
         before, self._noted_s = self._noted_s, time.monotonic()
         elapsed_s = self._noted_s - before
         if self._config.recent_path is None:
             return
-        found = await self._threads.run(self._engine.residency)
-        share = min(1.0, elapsed_s / _HALF_LIFE_S)  # popularity is of about the last minute
-        starts = {one.digest: share * one.popularity for one in found if one.popularity > 0.0}
-        names = self._by_name(starts)
-        self._popularity.note({name: starts[digest] for name, digest in names.items()}, elapsed_s)
+        starts, by_name = self._starts.drain(), Counter[str]()
+        for digest, labels in self._names_of(starts).items():
+            by_name.update(dict.fromkeys(map(_unversioned, labels), starts[digest]))
+        self._popularity.note(by_name, elapsed_s)
         await self._save()
 
     async def _save(self) -> None:
@@ -363,3 +367,8 @@ class Preloader:
                 await self._threads.run(write_text, path, self._popularity.text())
             except OSError as error:
                 self._log.warning("recent_adapters_not_written", path=str(path), message=str(error))
+
+
+def _unversioned(label: str) -> str:
+    """The name of `name@version`."""
+    return label.partition("@")[0]
