@@ -123,6 +123,19 @@ def test_as_many_adapters_a_step_as_sequences_know_no_cliff() -> None:
     assert p50[256, 8] > 10.0 * p50[256, None], "this load would not have shown a cliff"
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_adapters_that_share_few_places_are_served_in_turns_and_not_one_request_a_turn(alpha: float) -> None:
+    """Four times as many adapters as places, all asked for, and many requests out of patience."""
+    traffic = Traffic(rate=25.0, duration_s=12.0, num_adapters=16, alpha=alpha, ranks=(16,), base_share=0.0)
+    workload = make_workload(traffic, seed=3)
+    watch = Watch()
+    whole = simulate(workload, OURS, max_num_seqs=32)
+    bound = simulate(workload, OURS, SMALL, 0, watch, max_num_seqs=32, max_loras=4)
+    check_end(bound)
+    assert watch.num_impatient > 100
+    assert bound.now < 1.5 * whole.now
+
+
 def test_target_holds_for_steps_with_prompts() -> None:
     traffic = Traffic(rate=10.0, duration_s=8.0, num_adapters=40, ranks=(16,), prompt_median=1500.0, output_median=80.0)
     workload = make_workload(traffic, seed=9)

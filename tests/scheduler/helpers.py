@@ -73,6 +73,7 @@ class Driver:
         self.pages: dict[PageId, dict[int, tuple[Any, ...]]] = {}
         self.finished: dict[SequenceId, Committed] = {}
         self.overtaken_since: dict[SequenceId, float] = {}
+        self.began_s: dict[AdapterDigest, float] = {}  # when adapters that run, or did, began to
         self.plans: list[StepPlan] = []
 
     def add(self, request: Request, adapter_pages: int = 1) -> tuple[Sequence, ...]:
@@ -168,6 +169,8 @@ class Driver:
                 "another than the youngest of the lowest priority was preempted"
             )
         assert not (preempted and admitted)
+        ran = {seq.adapter for seq in now_running if seq not in admitted}
+        self.began_s.update({seq.adapter: self.now for seq in admitted if seq.adapter and seq.adapter not in ran})
         scheduled = {chunk.seq_id for chunk in plan.chunks}
         assert all(seq.seq_id in scheduled for seq in admitted)
         decoding = [seq for seq in now_running if seq.num_tokens - seq.num_computed == 1]
@@ -180,7 +183,10 @@ class Driver:
         return (-max(other.priority for other in among) if is_old else -seq.priority, *_age(seq))
 
     def _check_overtaking(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
-        """Only one that waits for an adapter's turn is passed over, and after its patience by the base alone."""
+        """Only one that waits for an adapter's turn is passed over.
+
+        After its patience it is by the base alone, and by those on an adapter that began to run less than a patience ago.
+        """
         config = self.scheduler.config
         active = {seq.adapter for seq in self.scheduler.running} - {None}
         for seq in admitted:
@@ -200,7 +206,10 @@ class Driver:
             else:
                 first = self.overtaken_since.setdefault(seq.seq_id, self.now)
                 is_aged = self.now - first >= config.adapter_patience_s
-            assert not is_aged or all(other.adapter is None for other in behind)
+            assert not is_aged or all(other.adapter is None or self._is_in_turn(other.adapter) for other in behind)
+
+    def _is_in_turn(self, adapter: AdapterDigest) -> bool:
+        return self.now - self.began_s[adapter] < self.scheduler.config.adapter_patience_s
 
     # ------------------------------------------------------------------ the device
     def _load(self, plan: StepPlan, resident: set[AdapterDigest]) -> None:

@@ -98,7 +98,7 @@ def test_failed_load_ends_only_its_own_and_frees_its_pages() -> None:
     assert world.failed == {bad.seq_id}
     assert good.finish_reason is None
     assert world.scheduler.residency.state(A, world.now) is AdapterState.FAILED
-    assert world.scheduler.residency.num_failed(world.now) == 1
+    assert len(world.scheduler.residency.failed(world.now)) == 1
     assert world.scheduler.residency.num_pages == 0
     assert world.scheduler.pool.num_free + len(good.pages) + world.scheduler.cache.num_pages >= free
     world.failure_share = 0.0

@@ -188,6 +188,33 @@ def test_overtaking_ends_with_patience() -> None:
     assert [digest for digest, _ in plan.adapters] == [B], "its turn comes before those behind it"
 
 
+def test_those_that_waited_for_an_adapter_start_together_when_its_turn_comes() -> None:
+    """With many out of patience each turn of an adapter serves all that wait for it, not one."""
+    driver = make_driver(num_pages=256, max_num_seqs=16, max_step_tokens=64, max_loras=1, adapter_patience_s=3.0)
+    for _ in range(8):
+        for adapter in (A, B, C):
+            driver.add_one(2, adapter, max_tokens=5, ignore_eos=True)
+    assert driver.drain() == 3 * 5
+
+
+def test_an_adapter_s_turn_ends_though_more_come_for_it() -> None:
+    """All others are out of patience: who comes a patience after a turn began waits for the next."""
+    driver = make_driver(num_pages=256, max_num_seqs=64, max_step_tokens=64, max_loras=1, adapter_patience_s=2.0)
+    for adapter in (A, B, C):
+        driver.add_one(2, adapter, max_tokens=4, ignore_eos=True)
+    began: list[AdapterDigest] = []
+    for _ in range(40):
+        for adapter in (A, B, C):
+            driver.add_one(2, adapter, max_tokens=4, ignore_eos=True)
+        plan = driver.step()
+        assert plan is not None
+        ((digest, _),) = plan.adapters
+        if not began or began[-1] is not digest:
+            began.append(digest)
+    assert began[:6] == [A, B, C, A, B, C]
+    assert len(began) >= 40 // (4 + 3), "a turn takes as long as it takes those that came in its first two seconds"
+
+
 def test_without_patience_only_the_base_overtakes() -> None:
     driver = make_driver(max_loras=1, adapter_patience_s=0.0)
     for adapter in (A, B, A, None):

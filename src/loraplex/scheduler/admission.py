@@ -91,7 +91,17 @@ class Pass:
 class Admission:
     """Moves sequences from the queue into a step."""
 
-    __slots__ = ("_arrived", "_config", "_held_back", "_least_refused", "_load_ahead", "_parts", "_stuck", "counts")
+    __slots__ = (
+        "_arrived",
+        "_config",
+        "_held_back",
+        "_least_refused",
+        "_load_ahead",
+        "_parts",
+        "_since",
+        "_stuck",
+        "counts",
+    )
 
     def __init__(self, parts: Parts, load_ahead: LoadAhead) -> None:
         self._parts = parts
@@ -100,6 +110,7 @@ class Admission:
         self._stuck: frozenset[AdapterDigest] | None = None  # adapters that ran when a pass found nobody to start
         self._held_back = False  # whether it found one that only an aged one in front of it kept from starting
         self._least_refused = math.inf  # rank of those that it passed over for their ranks
+        self._since: dict[AdapterDigest, float] = {}  # seconds at which adapters that run, and some others, began to
         self._arrived: list[Sequence] = []  # since that pass
         self.counts = StartCounts()
 
@@ -157,7 +168,7 @@ class Admission:
                 return False
             if self._is_blocked(seq, turn):
                 continue
-            if turn.aged is not None and seq.adapter is not None:
+            if turn.aged is not None and seq.adapter is not None and not self._may_join(seq.adapter, turn):
                 self._parts.waiting.note(seq, WaitReason.SLOT)  # it would hold its adapter's slot longer
                 self._held_back = True
             elif self._start(seq, turn):
@@ -197,6 +208,13 @@ class Admission:
             turn.starved = turn.starved or seq
         else:
             turn.aged = turn.aged or seq
+
+    def _may_join(self, adapter: AdapterDigest, turn: Pass) -> bool:
+        """Whether an adapter that runs began so lately that more may start on it, whoever waits for an adapter's end.
+
+        So those that waited for it start together, not one in each of its turns.
+        """
+        return adapter in turn.active and turn.now - self._since[adapter] < self._config.adapter_patience_s
 
     def _is_patient(self, seq: Sequence, now: float) -> bool:
         if seq.blocked_since_s is None:
@@ -254,6 +272,10 @@ class Admission:
             turn.loads.append(AdapterLoad(acquired.digest, acquired.pages))
             self._parts.cache.adapter_came(digest)
             self._parts.adapter_placed(digest)
+        if digest not in turn.active:
+            if len(self._since) > 2 * len(turn.active):
+                self._since = {adapter: self._since[adapter] for adapter in turn.active}
+            self._since[digest] = turn.now
         turn.active[digest] = seq.adapter_rank
 
     def _count_start(self, seq: Sequence, turn: Pass) -> None:

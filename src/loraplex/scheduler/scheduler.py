@@ -9,7 +9,8 @@ last running sequence in the order of `fairness.by_priority` is preempted and la
 lowest priority. The first always proceeds, so every request ends.
 
 A sequence whose adapter would be one too many, by number or by ranks, is passed over. Once its patience has ended it is
-`aged`: none behind it starts on an adapter that runs, so no slot is held any longer than by those that hold it now. The
+`aged`: those behind it start only on an adapter that began to run less than a patience ago. So those that waited for an
+adapter start together when it comes to run, and after that no slot is held any longer than by those that hold it. The
 base goes on, as it holds no slot, but leaves free the pages that the aged one needs. It cannot starve: a slot comes
 free when a sequence ends or is preempted, so a seat does too; from then on it is simply the first in the queue, and
 what does not fit stops the queue behind it.
