@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import structlog
 from structlog.testing import CapturingLogger
@@ -160,6 +161,29 @@ async def test_two_names_of_the_same_weights_are_one_pin(make_site: Any) -> None
         assert site.engine.pinned == {site.digest("acme", "one")}
         assert await preloader.unpin("acme/one@1")
         assert site.engine.pinned == set()
+
+
+async def test_pinned_and_preloaded_adapters_have_their_names_before_anybody_asks(make_site: Any) -> None:
+    site = make_site(pin=("acme/one",), preload=("acme/two@1",))
+    async with running(site) as preloader, site.client(site.operator_key("acme")) as client:
+        await until(lambda: preloader.is_ready)
+        assert await told_names(client) == [["acme/one@1"], ["acme/two@1"]]
+        assert 'adapter_name="one",level="gpu",pinned="true"' in await metrics_text(client)
+        assert 'adapter_name="two"' not in await metrics_text(client), "a version is not what the name stands for"
+        replace_active(site, "one", 9)
+        await until(lambda: site.engine.pinned == {site.digest("acme", "one")})
+        assert await told_names(client) == [["acme/one@1"], ["acme/one@2"], ["acme/two@1"]]
+        assert 'adapter_name="one",level="gpu",pinned="true"' in await metrics_text(client)
+        assert 'adapter_name="one",level="gpu",pinned="false"' not in await metrics_text(client)
+
+
+async def told_names(client: httpx.AsyncClient) -> list[list[str]]:
+    response = await client.get("/admin/v1/residency")
+    return sorted(one["names"] for one in response.json()["adapters"])
+
+
+async def metrics_text(client: httpx.AsyncClient) -> str:
+    return (await client.get("/metrics")).text
 
 
 # ---------------------------------------------------------------------- at start

@@ -40,14 +40,21 @@ class AdapterNames(Protocol):
         ...
 
 
+NoteName = Callable[[ResolvedVersion, str], None]
+"""Is told, in the event loop, what was found and the name that it was looked for by."""
+
+
 class RegistryNames:
     """`tenant/name` in a registry. Its leases share one account, bounded as a tenant's."""
 
-    def __init__(self, registry: Registry, engine: ServingEngine, threads: WorkerThreads, host: HostAdapters) -> None:
+    def __init__(
+        self, registry: Registry, engine: ServingEngine, threads: WorkerThreads, host: HostAdapters, note: NoteName
+    ) -> None:
         self._registry = registry
         self._engine = engine
         self._threads = threads
         self._host = host
+        self._note = note
         self._owners: dict[str, Principal] = {}
 
     def check(self, name: str) -> AdapterDigest:
@@ -67,6 +74,11 @@ class RegistryNames:
         return partial(self._registry.read(found), self._engine.base, self._registry.adapter_limits)
 
     async def _find(self, name: str) -> ResolvedVersion:
+        found = await self._look_up(name)
+        self._note(found, name)
+        return found
+
+    async def _look_up(self, name: str) -> ResolvedVersion:
         tenant, model = _parts(name)
         owner = self._owners.get(tenant)
         if owner is not None:

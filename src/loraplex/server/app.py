@@ -72,7 +72,7 @@ def _service(engine: ServingEngine, models: LocalModels | Registry, config: Serv
         room = HostRoom(config.max_host_adapters, config.host_adapter_bytes)
         host = HostAdapters(engine, room, config.host_patience_s, config.adapter_read_timeout_s)
         catalog = RegistryCatalog(models, engine, queries, host)
-        names = RegistryNames(models, engine, queries, host)
+        names = RegistryNames(models, engine, queries, host, catalog.note)
     else:
         _check_same_base(engine, models)
         catalog = LocalCatalog(models)

@@ -1,4 +1,7 @@
-"""What adapters were called in the requests of late, for operators who look at digests and for gateways."""
+"""What adapters were called of late, for operators who look at digests and for gateways.
+
+They are asked for by requests, and by the server itself where they are pinned or preloaded.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable

@@ -39,7 +39,7 @@ class RegistryCatalog:
         if found is None:
             return ModelLease(None)
         digest, tenant = found.ref.digest, caller.account
-        self._note(found, model)
+        self.note(found, model)
         source = AdapterSource(digest, found.num_bytes, found.artifact, partial(self._read, found))
         loaded = await self._host.acquire(tenant, source, waiter)
         told = ToldLoad(loaded.told_s is not None, loaded.told_s or 0.0)
@@ -69,8 +69,11 @@ class RegistryCatalog:
     def host_figures(self) -> HostFigures:
         return self._host.figures()
 
-    def _note(self, found: ResolvedVersion, model: str | None) -> None:
-        """Remember what was asked for, under its owner; `model` None is what the key is bound to, without a version."""
+    def note(self, found: ResolvedVersion, model: str | None) -> None:
+        """Remember what was asked for, under its owner; `model` None is what the key is bound to, without a version.
+
+        Call it in the event loop.
+        """
         label = f"{found.tenant}/{found.ref.label.rpartition('/')[2]}"
         note = self._names.note if model is not None and "@" in model else self._names.note_current
         note(found.ref.digest, label)
