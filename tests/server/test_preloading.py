@@ -14,6 +14,7 @@ import structlog
 from structlog.testing import CapturingLogger
 
 from loraplex.core import AdapterDigest, AdapterResidence, ConfigError, InvalidRequest, ModelNotFound
+from loraplex.registry import AuditUnavailable
 from loraplex.server import ServerConfig, preloading
 from loraplex.server.adapter_names import NamedLease
 from loraplex.server.popularity import Popularity, read_scores, write_text
@@ -151,6 +152,39 @@ async def test_operators_pin_and_unpin_at_run_time_and_it_is_on_record(make_site
         assert_error(await client.put(path), 400, "pin")
     actions = [entry.action for entry in site.registry.audit_entries(OPERATOR, "acme", limit=100)]
     assert [action for action in actions if "pin" in action] == ["adapter.pin", "adapter.pin", "adapter.unpin"]
+
+
+async def test_deleted_adapter_is_unpinned_and_that_is_on_record(make_site: Any) -> None:
+    site = make_site(pin=("acme/one",))
+    path = "/admin/v1/tenants/acme/adapters/one/pin"
+    async with running(site) as preloader, site.client(site.operator_key("acme")) as client:
+        await until(lambda: preloader.is_ready)
+        site.registry.adapters.delete(OPERATOR, "acme", "one")
+        for _ in range(2):
+            response = await client.delete(path)
+            assert response.status_code == 200, response.text
+            assert response.json() == {"tenant": "acme", "name": "one", "pinned": False, "digest": None}
+        assert (preloader.pinned, site.engine.pinned) == ((), set())
+        assert_error(await client.put(path), 404, code="adapter_deleted")
+    actions = [entry.action for entry in site.registry.audit_entries(OPERATOR, "acme", limit=100)]
+    assert [action for action in actions if "pin" in action] == ["adapter.unpin"]
+
+
+async def test_what_cannot_be_put_on_record_stays_pinned(make_site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = make_site(pin=("acme/one",))
+    path = "/admin/v1/tenants/acme/adapters/one/pin"
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise AuditUnavailable("The heads file cannot be written.")
+
+    async with running(site) as preloader, site.client(site.operator_key("acme")) as client:
+        await until(lambda: preloader.is_ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(site.registry.adapters), "record_pin", fail)
+            assert_error(await client.delete(path), 503)
+        assert (preloader.pinned, site.engine.pinned) == (("acme/one",), {site.digest("acme", "one")})
+        assert (await client.delete(path)).status_code == 200
+        assert site.engine.pinned == set()
 
 
 async def test_two_names_of_the_same_weights_are_one_pin(make_site: Any) -> None:

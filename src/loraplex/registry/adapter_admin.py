@@ -197,9 +197,12 @@ class Adapters:
 
     # ------------------------------------------------------------------ pins
     def record_pin(self, principal: Principal, tenant: str, name: str, *, is_pinned: bool) -> None:
-        """Put on record that a server pinned the adapter, or unpinned it. Operators only."""
+        """Put on record that a server pinned the adapter, or unpins it. Operators only.
+
+        Also of a deleted one, whose name may still be pinned.
+        """
         require_role(principal, Role.OPERATOR)
-        with self._subject(principal, tenant, name) as subject:
+        with self._subject(principal, tenant, name, deleted=True) as subject:
             subject.record("adapter.pin" if is_pinned else "adapter.unpin")
 
     # ------------------------------------------------------------------ reading
@@ -237,11 +240,12 @@ class Adapters:
 
     # ------------------------------------------------------------------ inside
     @contextmanager
-    def _subject(self, principal: Principal, tenant: str, name: str) -> Iterator[_Subject]:
+    def _subject(self, principal: Principal, tenant: str, name: str, *, deleted: bool = False) -> Iterator[_Subject]:
+        """`deleted`: a deleted adapter will do too."""
         with self._store.change(principal) as change:
             owner = find_owner(change.connection, principal, tenant, enabled=False)
             adapter = _adapter(change.connection, owner, name)
-            if adapter.deleted:
+            if adapter.deleted and not deleted:
                 raise AdapterDeleted(f"{owner.name}/{name}")
             yield _Subject(change, owner, adapter, principal)
 

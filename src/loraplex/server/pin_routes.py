@@ -27,10 +27,11 @@ async def pin_adapter(service: Service, http: Request) -> Response:
 
 
 async def unpin_adapter(service: Service, http: Request) -> Response:
-    """DELETE .../pin. Unpinning what is not pinned changes nothing."""
+    """DELETE .../pin. Unpinning what is not pinned changes nothing. What cannot be put on record stays pinned."""
     tenant, name = _adapter(http)
-    if await service.preloader.unpin(f"{tenant}/{name}"):
+    if service.preloader.is_pinned(f"{tenant}/{name}"):
         await _record(service, http, tenant, name, is_pinned=False)
+        await service.preloader.unpin(f"{tenant}/{name}")
     return _answer(tenant, name, None)
 
 

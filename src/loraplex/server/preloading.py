@@ -211,6 +211,10 @@ class Preloader:
         """Names that are pinned, or are to be as soon as that can be."""
         return tuple(self._pins)
 
+    def is_pinned(self, name: str) -> bool:
+        """Whether a name is pinned or about to be: what `unpin` would undo."""
+        return name in self._pins or any(call.name == name for call in self._calls)
+
     async def pin(self, name: str) -> AdapterDigest | None:
         """Pin what a name stands for, now and later; None if it was unpinned before that was done.
 
