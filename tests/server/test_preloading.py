@@ -188,12 +188,14 @@ async def test_what_cannot_be_put_on_record_stays_pinned(make_site: Any, monkeyp
 
 
 async def test_two_names_of_the_same_weights_are_one_pin(make_site: Any) -> None:
-    site = make_site(pin=("acme/one", "acme/one@1"))
+    site = make_site(pin=("acme/one", "beta/one"))
+    site.tenant("beta", "one")
+    assert site.digest("acme", "one") == site.digest("beta", "one")
     async with running(site) as preloader:
         await until(lambda: preloader.is_ready)
         assert await preloader.unpin("acme/one")
         assert site.engine.pinned == {site.digest("acme", "one")}
-        assert await preloader.unpin("acme/one@1")
+        assert await preloader.unpin("beta/one")
         assert site.engine.pinned == set()
 
 
@@ -221,8 +223,13 @@ async def metrics_text(client: httpx.AsyncClient) -> str:
 
 
 # ---------------------------------------------------------------------- at start
-@pytest.mark.parametrize("name", ["acme/none", "nobody/one", "one", "acme/one/x", "acme/one@7"])
-@pytest.mark.parametrize("flag", ["pin", "preload"])
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        *((flag, name) for flag in ("pin", "preload") for name in ("acme/none", "nobody/one", "one", "acme/one/x")),
+        ("preload", "acme/one@7"),
+    ],
+)
 async def test_name_that_does_not_exist_at_start_is_an_error_that_names_it(
     make_site: Any, flag: str, name: str
 ) -> None:
@@ -277,6 +284,12 @@ async def test_damaged_file_is_logged_and_ignored(make_site: Any, tmp_path: Path
         await until(lambda: preloader.is_ready)
     assert [line["event"] for line in site.lines() if line["level"] == "warning"] == ["recent_adapters_damaged"]
     assert read_scores(recent) == {}, "it is written anew at the end"
+
+
+def test_pin_at_start_has_no_version_as_it_follows_the_name() -> None:
+    with pytest.raises(ConfigError, match=r"^A pin follows the name: --pin 'acme/one@1' has a version\.$"):
+        PreloadConfig(pin=("acme/two", "acme/one@1"))
+    assert PreloadConfig(preload=("acme/one@1",)).preload == ("acme/one@1",)
 
 
 def test_recent_needs_a_place_and_a_count() -> None:

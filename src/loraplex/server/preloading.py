@@ -38,6 +38,7 @@ _AT_ONCE: Reading = nullcontext()
 class PreloadConfig:
     """Names as operators write them. `pin` and `preload` must exist at start; `num_recent` come from the last run.
 
+    Those of `pin` have no version, as a pin follows its name: ConfigError for one that has.
     `recent_path` is the file that says what was used; None: that is not kept.
     """
 
@@ -47,6 +48,9 @@ class PreloadConfig:
     recent_path: Path | None = None
 
     def __post_init__(self) -> None:
+        for name in self.pin:
+            if "@" in name:
+                raise ConfigError(f"A pin follows the name: --pin {name!r:.200} has a version.")
         if self.num_recent < 0:
             raise ConfigError(f"--preload-recent must be at least 0, got {self.num_recent}.")
         if self.num_recent and self.recent_path is None:
