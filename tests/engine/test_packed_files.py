@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from loraplex.engine import EngineConfig, LoadedBase, load_base, packed_files, p
 from loraplex.engine.host_arena import HostArena, LeasedPages
 from loraplex.engine.packed_files import PackedFiles, packing_stamp
 from loraplex.engine.packing import PackedAdapter, find_packing_fault, pack_adapter
+from loraplex.server.stdlib_logs import logs_as_json
 
 from ..conftest import MakeAdapter, MakeBase
 
@@ -113,13 +115,18 @@ def test_shape_that_cannot_be_is_damage(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_file_is_dropped_counted_and_leaves_no_pages(
+def test_damaged_file_is_dropped_told_counted_and_leaves_no_pages(
     damage: str, files: PackedFiles, packed: PackedAdapter, adapter: Adapter, arena: HostArena
 ) -> None:
+    log = MagicMock()
     files.store(adapter.digest, packed)
     path, leased = file_of(files, adapter.digest), arena.num_leased
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    assert files.load(adapter.digest, arena.allocate) is None
+    with logs_as_json(log):
+        assert files.load(adapter.digest, arena.allocate) is None
+    message = log.warning.call_args.kwargs["message"]
+    assert message.startswith(f"packed adapter {adapter.digest} was dropped: it")
+    assert "%" not in message
     assert arena.num_leased == leased
     assert not path.exists()
     counts = files.counts()

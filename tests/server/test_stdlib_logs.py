@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from loraplex.core.own_text import OwnText
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.stdlib_logs import logs_as_json
 from loraplex.testing import FakeEngine
@@ -53,17 +54,23 @@ def test_an_exception_is_its_class_and_place(service_log: Any, stream: io.String
     assert CANARY not in stream.getvalue()
 
 
-def test_only_numbers_are_put_into_messages_and_keys_never(service_log: Any, stream: io.StringIO) -> None:
+def test_only_numbers_and_our_own_text_are_put_into_messages_and_keys_never(
+    service_log: Any, stream: io.StringIO
+) -> None:
     with warnings.catch_warnings(), logs_as_json(service_log):
         warnings.simplefilter("always")
         logging.getLogger("a").warning("%d of %s", 3, CANARY)
         logging.getLogger("a").warning("%d of %d", 3, 4)
+        logging.getLogger("a").warning("adapter %s: %d", OwnText("abc"), 5)
+        logging.getLogger("a").warning("adapter %s: %s", OwnText("abc"), CANARY)
         logging.getLogger("a").warning("the key lpx_live_abc and canary-key-0001")
         logging.getLogger("a").info("not shown")
         warnings.warn("mind the gap", UserWarning, stacklevel=1)
     messages = [line["message"] for line in lines(stream)]
-    assert messages[:3] == ["%d of %s", "3 of 4", "the key [redacted] and [redacted]"]
-    assert "mind the gap" in messages[3]
+    assert messages[:2] == ["%d of %s", "3 of 4"]
+    assert messages[2:4] == ["adapter abc: 5", "adapter %s: %s"]
+    assert messages[4] == "the key [redacted] and [redacted]"
+    assert "mind the gap" in messages[5]
     assert "canary" not in stream.getvalue()
 
 

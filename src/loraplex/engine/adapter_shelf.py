@@ -9,6 +9,7 @@ from loraplex.adapters import Adapter
 from loraplex.core import AdapterDigest, ModelNotFound, Overloaded, OverloadReason, Request
 from loraplex.core.figures import HostMemory
 from loraplex.core.host_memory import Restored
+from loraplex.core.own_text import OwnText
 from loraplex.engine.figures import Counters
 from loraplex.engine.host_arena import HostArena, LeasedPages
 from loraplex.engine.loads import AdapterLoader, LoadEnded
@@ -251,6 +252,6 @@ class AdapterShelf:
     def _fail_load(self, ended: LoadEnded, now: float, fail: FailWaiting) -> None:
         self._counters.num_load_failures += 1
         until = self._loader.back_off(ended.digest, now)
-        _log.warning("adapter %s could not be loaded: %s", ended.digest, ended.error)
+        _log.warning("adapter %s could not be loaded", OwnText(ended.digest), exc_info=ended.error)
         for seq in self._scheduler.adapter_failed(ended.digest, until):
             fail(seq, until - now)

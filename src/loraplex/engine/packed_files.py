@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from loraplex.core import AdapterDigest, BaseSite, ConfigError
+from loraplex.core.own_text import OwnText
 from loraplex.engine.packed_format import Damaged, file_bytes, read_packed, write_packed
 from loraplex.engine.packing import Allocate, PackedAdapter
 from loraplex.pool import PoolGeometry
@@ -106,12 +107,12 @@ class PackedFiles:
             self._forget(name)
             return None
         except Damaged as error:
-            _log.warning("packed adapter %s was dropped: %s", digest, error)
+            _log.warning("packed adapter %s was dropped: %s", OwnText(digest), OwnText(error))
             self._count("num_dropped", "num_misses")
             self.remove(digest)
             return None
         except OSError as error:  # EMFILE, ENOMEM: of a moment; EIO, EACCES: perhaps for ever, so `store` replaces it
-            _log.warning("packed adapter %s could not be read this time: %s", digest, os.strerror(error.errno or 0))
+            _log.warning("packed adapter %s could not be read this time: %s", OwnText(digest), _reason(error))
             self._count("num_read_failures", "num_misses")
             with self._lock:
                 if name in self._sizes:
@@ -152,7 +153,7 @@ class PackedFiles:
             temporary.replace(self._directory / name)
             _sync_directory(self._directory)
         except OSError as error:
-            _log.warning("packed adapter %s could not be kept: %s", digest, os.strerror(error.errno or 0))
+            _log.warning("packed adapter %s could not be kept: %s", OwnText(digest), _reason(error))
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             self._count("num_failures")
@@ -229,7 +230,7 @@ class PackedFiles:
         try:
             (self._directory / name).unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("a packed adapter could not be removed: %s", os.strerror(error.errno or 0))
+            _log.warning("packed file %s could not be removed: %s", OwnText(name), _reason(error))
 
     def _forget(self, name: str) -> None:
         with self._lock:
@@ -240,6 +241,11 @@ class PackedFiles:
         with self._lock:
             for name in names:
                 self._counts[name] += 1
+
+
+def _reason(error: OSError) -> OwnText:
+    """What the system says of an error, without the paths that Python adds."""
+    return OwnText(os.strerror(error.errno or 0))
 
 
 def _sync_directory(directory: Path) -> None:

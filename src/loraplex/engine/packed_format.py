@@ -162,7 +162,7 @@ def _read_pieces(fd: int, pieces: list[list[memoryview]], offsets: Sequence[int]
             with ThreadPoolExecutor(num_threads) as threads:
                 return list(threads.map(_read_piece, repeat(fd), pieces, offsets))
         except RuntimeError as error:  # a thread cannot be started; those that were have ended
-            _log.warning("a packed adapter is read by one thread: %s", error)
+            _log.warning("a packed adapter is read by one thread", exc_info=error)
     return [_read_piece(fd, piece, offset) for piece, offset in zip(pieces, offsets, strict=True)]
 
 

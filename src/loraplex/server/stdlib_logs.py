@@ -2,7 +2,7 @@
 
 uvicorn, asyncio and other libraries log through `logging`. Their lines may quote exceptions, and these may quote
 prompts: so of an exception its class and where it was raised are kept, of a message its first line, and of what is put
-into a message only numbers.
+into a message only numbers and what is marked as ours (`OwnText`).
 """
 
 import logging
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from structlog.typing import FilteringBoundLogger
+
+from loraplex.core.own_text import OwnText
 
 _WARNINGS = "py.warnings"
 
@@ -42,7 +44,7 @@ class JsonLines(logging.Handler):
 def _message(record: logging.LogRecord) -> str:
     text = str(record.msg)
     args = record.args if isinstance(record.args, tuple) else ()
-    if args and (record.name == _WARNINGS or all(isinstance(arg, int | float) for arg in args)):
+    if args and (record.name == _WARNINGS or all(isinstance(arg, int | float | OwnText) for arg in args)):
         text = record.getMessage()
     return text.splitlines()[0] if text else ""
 
