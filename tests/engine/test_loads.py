@@ -259,14 +259,18 @@ def test_failed_load_fails_its_own_requests_and_no_others(
     harness.check_all_free()
     assert not harness.engine._owner
     stats = harness.engine.stats()
-    assert (stats.num_load_failures, stats.num_failed_adapters, stats.num_adapter_loads) == (1, 1, 1)
+    assert (stats.num_load_failures, len(stats.failed_adapters), stats.num_adapter_loads) == (1, 1, 1)
     with pytest.raises(Overloaded) as caught:
         harness.add((1,), GREEDY, bad)
     assert caught.value.reason is OverloadReason.ADAPTER_LOAD
+    (row,) = [one for one in harness.engine.residency() if one.digest == bad.digest]
+    assert (row.state, row.error_code) == ("failed", None)
+    assert row.retry_after_s is not None
+    assert 0.0 < row.retry_after_s <= 0.5
     harness.now += 0.6
     switch.clear()
     assert len(harness.answer((1, 2), GREEDY, bad).tokens) == GREEDY.max_tokens
-    assert harness.engine.stats().num_failed_adapters == 0
+    assert harness.engine.stats().failed_adapters == ()
 
 
 def test_adapter_retired_while_it_is_loaded_goes_when_its_pages_are_written(

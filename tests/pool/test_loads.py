@@ -74,11 +74,11 @@ def test_failed_load_frees_its_pages_and_is_absent_again_in_time() -> None:
     residency.fail(A, until=5.0)
     assert pool.num_free == 6
     assert [residency.state(A, now) for now in (0.0, 4.9, 5.0)] == [S.FAILED, S.FAILED, S.ABSENT]
-    assert residency.num_failed(4.9) == 1
+    assert len(residency.failed(4.9)) == 1
     with pytest.raises(AssertionError, match="failed cannot begin"):
         residency.begin_load(A, 4, (), 4.0)
     assert residency.begin_load(A, 4, (), 5.0)
-    assert residency.num_failed(0.0) == 0
+    assert residency.failed(0.0) == ()
     residency.check_invariants()
 
 
@@ -274,8 +274,8 @@ def test_placements_tell_state_use_and_popularity_of_every_adapter() -> None:
         B: Placement(AdapterState.LOADING, 2, 0, 0.0, None),
     }
     assert residency.most_popular(5, 121.0) == [(A, pytest.approx(0.75))]
-    assert residency.placements(8.0)[C] == Placement(AdapterState.FAILED, 0, 0, 0.0, None)
-    assert (residency.num_failed(8.0), residency.num_failed(9.0)) == (1, 0)
+    assert residency.placements(8.0)[C] == Placement(AdapterState.FAILED, 0, 0, 0.0, None, 9.0)
+    assert (len(residency.failed(8.0)), residency.failed(9.0)) == (1, ())
     assert residency.begin_load(D, 2, (), 10.0)
     assert residency.placements(8.0).keys() == {A, B, D}, "failures of the past are forgotten"
     residency.check_invariants()

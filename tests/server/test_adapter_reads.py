@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,7 +16,8 @@ from loraplex.server import host_adapters
 from loraplex.server.adapter_reads import NUM_READ_THREADS, AdapterSource
 from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.host_room import HostRoom, share_of
-from loraplex.server.load_backoff import LONGEST_BACKOFF_S, MAX_SOURCES, LoadBackoff
+from loraplex.server.load_backoff import LONGEST_BACKOFF_S, MAX_SOURCES, LoadBackoff, LoadFailure
+from loraplex.server.stdlib_logs import logs_as_json
 from loraplex.testing import FakeEngine
 
 from .helpers import until
@@ -284,11 +286,41 @@ async def test_flapping_sources_beside_good_ones_never_hurt_these() -> None:
 def test_what_is_remembered_of_failures_is_bounded() -> None:
     backoff = LoadBackoff(lambda: 0.0)
     for number in range(MAX_SOURCES + 10):
-        backoff.note("acme", number, OSError())
+        backoff.note("acme", (A, number), OSError())
     assert len(backoff._failed) == MAX_SOURCES
-    backoff.check("acme", 3)
+    backoff.check("acme", (A, 3))
     with pytest.raises(Overloaded):
-        backoff.check("acme", 10)
+        backoff.check("acme", (A, 10))
+
+
+def test_failures_are_told_by_adapter_until_they_are_tried_again() -> None:
+    now = 0.0
+    backoff = LoadBackoff(lambda: now)
+    for tenant, digest, times in (("acme", A, 2), ("globex", A, 1), ("acme", B, 3)):
+        for _ in range(times):
+            backoff.note(tenant, (digest, "place"), ArtifactMissing("gone"))
+    assert backoff.failures() == {A: LoadFailure("artifact_missing", 0.5), B: LoadFailure("artifact_missing", 2.0)}
+    now = 0.75
+    assert backoff.failures()[A].retry_after_s == 0.25, "the other tenant's is tried again"
+    backoff.forget("acme", (B, "place"))
+    assert backoff.failures().keys() == {A}
+    now = 1.0
+    assert backoff.failures() == {}
+
+
+def test_the_log_is_told_of_a_source_once_until_it_is_good_again() -> None:
+    backoff, log = LoadBackoff(lambda: 0.0), MagicMock()
+    with logs_as_json(log):
+        for _ in range(5):
+            backoff.note("acme", (A, "secret-place"), ArtifactMissing("gone"))
+        backoff.forget("acme", (A, "secret-place"))
+        backoff.note("acme", (A, "secret-place"), OSError("secret-place"))
+    messages = [call.kwargs["message"] for call in log.warning.call_args_list]
+    assert [message.partition(";")[0] for message in messages] == [
+        f"adapter {A} could not be read (artifact_missing)",
+        f"adapter {A} could not be read (internal_error)",
+    ]
+    assert "secret-place" not in "".join(messages)
 
 
 # ---------------------------------------------------------------------- host memory that is full

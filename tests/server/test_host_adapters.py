@@ -171,10 +171,12 @@ async def test_a_failure_of_one_source_is_not_that_of_another(engine: FakeEngine
     await until(lambda: bool(whole.reads))
     with pytest.raises(ArtifactCorrupt):
         await host.acquire(A, "broken", broken.read(A))
+    assert host.adapters.failures().keys() == host.adapters.figures().failed_adapters == {A}
     whole.open.set()
     assert await waiting is not None
     assert await host.acquire(A, "broken", broken.read(A)) is None
     assert set(engine.held) == {A}
+    assert host.adapters.failures() == {}, "it came from elsewhere"
 
 
 async def test_who_leaves_while_waiting_takes_nothing_with_it(engine: FakeEngine, store: Store) -> None:

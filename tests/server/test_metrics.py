@@ -189,6 +189,12 @@ def test_adapters_are_told_by_tier_reason_and_state() -> None:
     assert families["loraplex_adapters_known"].samples[0].value == 11
 
 
+def test_an_adapter_that_failed_in_both_tiers_is_one() -> None:
+    a, b, c = (AdapterDigest(letter * 64) for letter in "abc")
+    families = rendered(EngineStats(failed_adapters=(a, b)), HostFigures(3, failed_adapters=frozenset({b, c})))
+    assert families["loraplex_adapters_failed"].samples[0].value == 3
+
+
 def test_histograms_of_the_engine_are_cumulative() -> None:
     histogram = Histogram((0.1, 1.0), (3, 0, 2), 9.5)
     tokens = tuple(

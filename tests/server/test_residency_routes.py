@@ -1,5 +1,6 @@
 """Where adapters are, as operators see it; and where a request's time went, as its caller does."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from loraplex.registry import Role
 from loraplex.server.known_names import MAX_NAMES, KnownNames
 from loraplex.server.residency_routes import MAX_PAGE
 from loraplex.testing import FakeEngine
+from tests.registry.helpers import OPERATOR
 
 from .helpers import ALPHA, BETA, assert_error, chunks, completion
 from .registry_world import Site, ask
@@ -80,6 +82,39 @@ async def test_with_a_registry_it_is_for_operators_and_knows_what_was_asked_for(
     async with site.client(site.operator_key("acme")) as client:
         (one,) = (await client.get(PATH)).json()["adapters"]
     assert (one["digest"], one["names"], one["in_host_memory"]) == (site.digest("acme", "one"), ["acme/one@1"], True)
+    site.close()
+
+
+async def test_what_cannot_be_read_is_failed_with_its_name_and_counted_until_it_is_tried_again(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    key, operator = site.tenant("acme", "bad", "good"), site.operator_key("acme")
+    artifact = site.registry.adapters.version(OPERATOR, "acme", "bad", 1).artifact
+    assert artifact is not None
+    blob = next(path for path in (tmp_path / "data/artifacts/blobs").rglob(artifact.weights.key))
+    whole = blob.read_bytes()
+    blob.unlink()
+    async with site.client(key) as client:
+        assert (await client.post("/v1/completions", json=ask("good"))).status_code == 200
+        assert_error(await client.post("/v1/completions", json=ask("bad")), 500, code="artifact_missing")
+    async with site.client(operator) as client:
+        rows = {one["digest"]: one for one in (await client.get(PATH)).json()["adapters"]}
+        assert list(rows) == sorted(rows)
+        row, good = rows[site.digest("acme", "bad")], rows[site.digest("acme", "good")]
+        assert (row["state"], row["names"], row["error_code"]) == ("failed", ["acme/bad@1"], "artifact_missing")
+        assert 0.0 < row["retry_after_s"] <= 0.5
+        assert (row["in_host_memory"], row["num_pages"], row["num_running"]) == (False, 0, 0)
+        assert (good["state"], good["error_code"], good["retry_after_s"]) == ("resident", None, None)
+        page = (await client.get(PATH, params={"limit": 1, "after": min(rows)})).json()
+        assert [one["digest"] for one in page["adapters"]] == [max(rows)]
+        assert "loraplex_adapters_failed 1.0" in (await client.get("/metrics")).text
+    blob.write_bytes(whole)
+    await asyncio.sleep(0.55)
+    async with site.client(key) as client:
+        assert (await client.post("/v1/completions", json=ask("bad"))).status_code == 200
+    async with site.client(operator) as client:
+        states = {one["state"] for one in (await client.get(PATH)).json()["adapters"]}
+        assert states == {"resident"}
+        assert "loraplex_adapters_failed 0.0" in (await client.get("/metrics")).text
     site.close()
 
 

@@ -79,6 +79,8 @@ class AdapterResidence:
     idle_s: float | None  # since the last start; None if there was none since it came
     is_pinned: bool = False  # never evicted once it is in the pool
     packed_bytes: int = 0  # of its packed file on disk; 0 where there is none
+    error_code: str | None = None  # of what kept it from being read into host memory
+    retry_after_s: float | None = None  # until a load that failed is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class EngineStats:
     waiting_adapters: tuple[str, ...] = ()
     resident_adapters: tuple[str, ...] = ()  # digests
     num_loading_adapters: int = 0
-    num_failed_adapters: int = 0  # whose load is not tried again yet
+    failed_adapters: tuple[AdapterDigest, ...] = ()  # whose load into the pool failed and is not tried again yet
     num_load_failures: int = 0
     num_adapter_reloads: int = 0  # loads of adapters that were evicted lately
     reload_pages: int = 0  # pages more with which nine in ten of the last of these would not have been

@@ -135,7 +135,7 @@ def _adapter_figures(scheduler: Scheduler, popular: list[tuple[AdapterDigest, fl
         evictions_by_reason=evictions,
         resident_adapters=residency.resident,
         num_loading_adapters=len(residency.loading),
-        num_failed_adapters=residency.num_failed(now),
+        failed_adapters=residency.failed(now),
         num_adapter_reloads=residency.reloads.count,
         reload_pages=residency.reloads.missing(now),
         popular_adapters=tuple(
@@ -211,6 +211,7 @@ def residences(
                 idle_s=max(0.0, now - place.used_s) if place.used_s is not None else None,
                 is_pinned=scheduler.residency.is_pinned(digest),
                 packed_bytes=file_sizes.get(digest, 0),
+                retry_after_s=round(place.retry_at_s - now, 3) if place.retry_at_s is not None else None,
             )
         )
     return tuple(found)

@@ -48,13 +48,17 @@ class ReloadCost:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one adapter stands. `popularity` counts starts, the older the less; `used_s` is the time of the last."""
+    """Where one adapter stands. `popularity` counts starts, the older the less; `used_s` is the time of the last.
+
+    `retry_at_s` is when one that failed may be loaded again.
+    """
 
     state: AdapterState
     num_pages: int
     num_users: int
     popularity: float
     used_s: float | None
+    retry_at_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -165,9 +169,9 @@ class AdapterResidency:
         placed = self._placed.get(digest)
         return placed is not None and not placed.popularity
 
-    def num_failed(self, now: float) -> int:
+    def failed(self, now: float) -> tuple[AdapterDigest, ...]:
         """Adapters whose load may not be tried now."""
-        return sum(now < until for until in self._failed.copy().values())
+        return tuple(digest for digest, until in self._failed.copy().items() if now < until)
 
     def most_popular(self, num_adapters: int, now: float) -> list[tuple[AdapterDigest, float]]:
         """Resident adapters with their popularity, 0 for those that were never used, the most popular first."""
@@ -178,7 +182,7 @@ class AdapterResidency:
     def placements(self, now: float) -> dict[AdapterDigest, Placement]:
         """Every adapter that has pages, and those whose load has failed and may not be tried now."""
         found = {
-            digest: Placement(AdapterState.FAILED, 0, 0, 0.0, None)
+            digest: Placement(AdapterState.FAILED, 0, 0, 0.0, None, until)
             for digest, until in self._failed.copy().items()
             if now < until
         }

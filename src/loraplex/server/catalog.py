@@ -7,6 +7,7 @@ from typing import Protocol
 from loraplex.core import AdapterDigest, AdapterRef
 from loraplex.server.callers import Caller
 from loraplex.server.host_figures import HostFigures
+from loraplex.server.load_backoff import LoadFailure
 from loraplex.server.waiters import Waiter
 
 NamesOf = Callable[[Collection[AdapterDigest]], Mapping[AdapterDigest, tuple[str, ...]]]
@@ -104,6 +105,10 @@ class ModelCatalog(Protocol):
         Each name is one adapter's: the one that it stood for last. A name that is several tenants' is left out, unless
         it is the same weights for all of them.
         """
+        ...
+
+    def load_failures(self) -> Mapping[AdapterDigest, LoadFailure]:
+        """Adapters that could not be read into host memory and are not tried again now."""
         ...
 
     def host_figures(self) -> HostFigures:

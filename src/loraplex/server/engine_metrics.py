@@ -54,7 +54,7 @@ class EngineCollector(Collector):
 
 
 def _gauges(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
-    memory = stats.host_memory
+    memory, num_failed = stats.host_memory, len(host.failed_adapters.union(stats.failed_adapters))
     for name, text, value in (
         ("requests_running", "Sequences that are being served.", stats.num_running),
         ("queue_age_seconds", "How long the sequence has waited that waits longest.", stats.queue_age_s),
@@ -66,7 +66,7 @@ def _gauges(stats: EngineStats, host: HostFigures) -> Iterator[Metric]:
         ("adapters_known", "Adapters that are ready in host memory.", host.num_ready),
         ("adapters_resident", "Adapters in the pool.", len(stats.resident_adapters)),
         ("adapters_loading", "Adapters on their way into the pool.", stats.num_loading_adapters),
-        ("adapters_failed", "Adapters whose load failed and is not tried again yet.", stats.num_failed_adapters),
+        ("adapters_failed", "Adapters whose load failed and is not tried again yet.", num_failed),
         ("adapters_distinct_last_step", "Distinct adapters in the last step.", stats.num_distinct_adapters),
         ("adapters_ranks_last_step", "Sum of their ranks.", stats.sum_ranks),
         ("adapters_max_per_step", "Most distinct adapters a step may have.", stats.max_loras),

@@ -21,7 +21,7 @@ from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.host_line import HostLine, Outcome, TakenTooLate, Wanted
 from loraplex.server.host_room import HostRoom
-from loraplex.server.load_backoff import LoadBackoff
+from loraplex.server.load_backoff import LoadBackoff, LoadFailure
 from loraplex.server.pace import Pace
 from loraplex.server.seen_adapters import SeenAdapters
 from loraplex.server.waiters import Progress, Stage, Waiter
@@ -120,8 +120,21 @@ class HostAdapters:
         """For metrics."""
         reload_bytes = self._reloads.missing(self._clock())
         return replace(
-            self._figures, num_ready=self.num_ready, num_reloads=self._reloads.count, reload_bytes=reload_bytes
+            self._figures,
+            num_ready=self.num_ready,
+            num_reloads=self._reloads.count,
+            reload_bytes=reload_bytes,
+            failed_adapters=frozenset(self.failures()),
         )
+
+    def failures(self) -> dict[AdapterDigest, LoadFailure]:
+        """Adapters that could not be read and are not tried now, but for those that came from another source."""
+        entries = self._entries
+        return {
+            digest: failure
+            for digest, failure in self._backoff.failures().items()
+            if digest not in entries or not entries[digest].is_ready
+        }
 
     async def acquire(self, tenant: str, source: AdapterSource, waiter: Waiter | None = None) -> HostLoad:
         """Lease an adapter for a tenant, reading it if it is not there; `waiter` shows what is waited for.

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from loraplex.core import AdapterDigest
+
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
@@ -23,6 +25,7 @@ class HostFigures:
     from_store: LoadFigures = LoadFigures()
     from_packed: LoadFigures = LoadFigures()  # files on disk
     num_failures: int = 0
+    failed_adapters: frozenset[AdapterDigest] = frozenset()  # that could not be read and are not tried now
     num_evictions: int = 0
     num_reloads: int = 0  # of adapters that left for others a while before
     reload_bytes: int = 0  # more with which nine in ten of the last minute's would not have been

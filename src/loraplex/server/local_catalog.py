@@ -9,6 +9,7 @@ from loraplex.core import AdapterDigest, AdapterRef, InvalidRequest, ModelNotFou
 from loraplex.server.callers import Caller
 from loraplex.server.catalog import CatalogPage, ModelEntry, ModelLease, OnResolved
 from loraplex.server.host_figures import HostFigures
+from loraplex.server.load_backoff import LoadFailure
 from loraplex.server.waiters import Waiter
 
 
@@ -99,6 +100,9 @@ class LocalCatalog:
     def model_names(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
         found = self.names_of(digests)
         return {digest: tuple(label.rpartition("@")[0] for label in labels) for digest, labels in found.items()}
+
+    def load_failures(self) -> Mapping[AdapterDigest, LoadFailure]:
+        return {}
 
     def host_figures(self) -> HostFigures:
         return HostFigures(len(self._models.list()))

@@ -13,6 +13,7 @@ from loraplex.server.engine_port import ServingEngine
 from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.known_names import KnownNames
+from loraplex.server.load_backoff import LoadFailure
 from loraplex.server.threads import WorkerThreads
 from loraplex.server.waiters import Waiter
 
@@ -65,6 +66,9 @@ class RegistryCatalog:
 
     def model_names(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
         return self._names.current(digests)
+
+    def load_failures(self) -> Mapping[AdapterDigest, LoadFailure]:
+        return self._host.failures()
 
     def host_figures(self) -> HostFigures:
         return self._host.figures()

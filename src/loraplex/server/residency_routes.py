@@ -2,24 +2,28 @@
 
 import re
 from bisect import bisect_right
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from loraplex.core import InvalidRequest
+from loraplex.core import AdapterDigest, AdapterResidence, InvalidRequest
 from loraplex.server.callers import Access
+from loraplex.server.load_backoff import LoadFailure
 from loraplex.server.routing import RouteSpec
 from loraplex.server.service import Service
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
+_ABSENT, _FAILED = "absent", "failed"  # states
 
 
 async def residency(service: Service, http: Request) -> Response:
     """GET /admin/v1/residency."""
     after, limit = _page(http)
-    adapters = await service.queries.run(service.engine.residency)
+    held = await service.queries.run(service.engine.residency)
+    adapters = _with_failures(held, service.catalog.load_failures())
     start = bisect_right(adapters, after, key=lambda adapter: adapter.digest)
     shown = adapters[start : start + limit]
     names = service.catalog.names_of({one.digest for one in shown})
@@ -30,6 +34,23 @@ async def residency(service: Service, http: Request) -> Response:
             "next_after": shown[-1].digest if is_more else None,
         }
     )
+
+
+def _with_failures(
+    held: Iterable[AdapterResidence], failures: Mapping[AdapterDigest, LoadFailure]
+) -> list[AdapterResidence]:
+    """What the engine holds, and what could not be read into it, one row for each adapter, by digest."""
+    rows = {digest: AdapterResidence(digest, _ABSENT, False, 0, 0, 0, 0.0, None) for digest in failures}
+    rows |= {one.digest: one for one in held}
+    for digest, failure in failures.items():
+        is_absent = rows[digest].state == _ABSENT
+        rows[digest] = replace(
+            rows[digest],
+            state=_FAILED if is_absent else rows[digest].state,
+            error_code=failure.code,
+            retry_after_s=round(failure.retry_after_s, 3),
+        )
+    return [rows[digest] for digest in sorted(rows)]
 
 
 def _page(http: Request) -> tuple[str, int]:
