@@ -57,3 +57,15 @@ def test_prompt_tokens_of_the_queue_are_looked_at_too(tiny_base: MakeBase) -> No
     with pytest.raises(Overloaded) as caught:
         harness.engine.queue_bounds.check_sequences("a", 1, 0, 0)
     assert caught.value.reason is OverloadReason.QUEUE_TOKENS
+
+
+def test_the_prompts_of_one_call_have_the_queue_that_one_prompt_would_have(tiny_base: MakeBase) -> None:
+    harness = Harness(tiny_base("llama"), max_waiting=8, max_waiting_tokens=20)
+    for number in range(8):  # 32 tokens, as one prompt of 32 might wait alone
+        request = Request(RequestId(f"r{number}"), random_prompt(4), GREEDY, None, "a", call_id="body")
+        harness.engine.add_request(request, harness.now)
+    with pytest.raises(Overloaded, match="queue of 8"):
+        add(harness, "more", "b")
+    harness.engine.abort(RequestId("r0"))
+    with pytest.raises(Overloaded, match="28 prompt tokens wait"):
+        add(harness, "more", "b")

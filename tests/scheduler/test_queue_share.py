@@ -1,7 +1,9 @@
 """A tenant may hold as much of the queue as it leaves free."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -85,3 +87,32 @@ def test_what_a_tenant_holds_follows_the_queue() -> None:
         queue.remove(seq)
         queue.check_invariants()
     assert (queue.held_by("a"), queue.held_by("b"), queue.held_by("c")) == ((0, 0), (1, 13), (0, 0))
+
+
+def test_requests_of_one_call_count_as_one() -> None:
+    """So the prompts of one body are not refused for one another's sake."""
+    share, queue, ids = QueueShare(10, 100), queue_of(()), itertools.count()
+
+    def ask(tenant: str, call_id: str | None, prompt_len: int = 10) -> None:
+        asked = replace(request(tenant, prompt_len), call_id=call_id)
+        share.check(queue, asked, 1.0)
+        queue.add(new_sequence(SequenceId(next(ids)), asked, 100, frozenset(), 0.0))
+        queue.check_invariants()
+
+    for _ in range(8):
+        ask("a", "one")
+    assert queue.held_by_call("one") == (8, 80)
+    with pytest.raises(CallerLimitReached, match="'a' has 8 sequences in the queue and the request has 1;"):
+        ask("a", "two", 1)
+    with pytest.raises(CallerLimitReached, match="has 8 sequences"):
+        ask("a", None, 1)
+    ask("b", "three", 1)
+    for seq in list(queue)[:6]:
+        queue.remove(seq)
+    ask("a", "two", 1)
+    with pytest.raises(CallerLimitReached, match=r"'a' has 20 prompt tokens in the queue and the request has 41;"):
+        ask("a", "two", 40)
+    for seq in list(queue):
+        queue.remove(seq)
+        queue.check_invariants()
+    assert queue.held_by_call("two") == (0, 0)

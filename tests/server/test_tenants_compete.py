@@ -48,9 +48,9 @@ class Clients:
             self._real.registry.tenants.change_limits(self._real.operator, tenant, limits)
         self._clients[tenant] = await self._stack.enter_async_context(self._real.client(key))
 
-    async def ask(self, tenant: str, priority: int = 0) -> httpx.Response:
+    async def ask(self, tenant: str, priority: int = 0, prompt: Any = (5, 6, 7)) -> httpx.Response:
         name = self._real.engine.base.name
-        body = {"model": name, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "priority": priority}
+        body = {"model": name, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "priority": priority}
         response = await self._clients[tenant].post("/v1/completions", json=body)
         if response.status_code == 200:
             self.ended.append((tenant, priority))
@@ -118,3 +118,11 @@ async def test_one_tenant_cannot_fill_the_queue(make_real: MakeReal) -> None:
         assert (error["code"], error["reason"]) == ("caller_limit", "SHARE")
         assert "--max-waiting 10" in error["message"]
         assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_the_prompts_of_one_body_are_not_refused_for_one_another_s_sake(make_real: MakeReal) -> None:
+    async with AsyncExitStack() as stack:
+        clients = Clients(make_real(max_waiting=10, max_waiting_tokens=20), stack)
+        await clients.add("acme", {})
+        for num_prompts, status in ((10, 200), (11, 400)):
+            assert (await clients.ask("acme", prompt=[[5, 6, 7]] * num_prompts)).status_code == status

@@ -45,7 +45,8 @@ class Request:
     """One client request after parsing, authorisation and tokenisation. `adapter` None means the base, by choice.
 
     `tenant` is whose share it counts to and who may reuse its computed prefix; a request of no tenant shares with none.
-    Higher `priority` goes first. `deadline_s`: seconds after arrival by which the answer must have ended.
+    Higher `priority` goes first. `deadline_s`: seconds after arrival by which the answer must have ended. Requests of one
+    `call_id` are the prompts of one call, which count as one where the tenant's share of the queue is judged.
     """
 
     request_id: RequestId
@@ -55,6 +56,7 @@ class Request:
     tenant: str | None = None
     priority: int = 0
     deadline_s: float | None = None
+    call_id: str | None = None
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ class QueueBounds:
             message = f"n is {num_new}; the queue holds {self._max_waiting} sequences (--max-waiting)."
             raise InvalidRequest(message, "n")
         self._check_full(num_new, 0)
-        self._scheduler.check_queue(len(request.prompt_token_ids) * num_new)
+        self._scheduler.check_queue(len(request.prompt_token_ids) * num_new, request.call_id)
         self._share.check(self._scheduler.waiting, request, self._scheduler.retry_after_s)
 
     def check_sequences(self, tenant: str, num_new: int, num_before: int, num_own: int) -> None:

@@ -5,12 +5,14 @@ A step looks only at what changed since the last: who came, whose adapter left t
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as AbstractSequence
-from typing import overload
+from typing import TypeVar, overload
 
 from loraplex.core import AdapterDigest, SequenceId
 from loraplex.scheduler.sequence import Sequence, WaitReason, age
+
+_K = TypeVar("_K", bound=Hashable)
 
 Group = tuple[int, str | None]
 """Priority and tenant: of such a group the oldest comes first."""
@@ -21,6 +23,7 @@ class WaitingQueue(AbstractSequence[Sequence]):
 
     __slots__ = (
         "_by_adapter",
+        "_calls",
         "_fresh",
         "_is_placed",
         "_left",
@@ -45,6 +48,7 @@ class WaitingQueue(AbstractSequence[Sequence]):
         self.unplaced: set[AdapterDigest] = set()  # waited for, and neither in the pool nor on the way
         self.num_prompt_tokens = 0
         self._tenants: dict[str | None, tuple[int, int]] = {}  # sequences and prompt tokens of each; none is 0
+        self._calls: dict[str, tuple[int, int]] = {}  # likewise
 
     # ------------------------------------------------------------------ a sequence of sequences
     def __len__(self) -> int:
@@ -93,16 +97,18 @@ class WaitingQueue(AbstractSequence[Sequence]):
             self.unplaced.discard(seq.adapter)
 
     def _count(self, seq: Sequence, sign: int) -> None:
-        num, num_tokens = self._tenants.get(seq.tenant, (0, 0))
         self.num_prompt_tokens += sign * seq.prompt_len
-        if num + sign:
-            self._tenants[seq.tenant] = (num + sign, num_tokens + sign * seq.prompt_len)
-        else:
-            del self._tenants[seq.tenant]
+        _book(self._tenants, seq.tenant, sign, sign * seq.prompt_len)
+        if seq.call_id is not None:
+            _book(self._calls, seq.call_id, sign, sign * seq.prompt_len)
 
     def held_by(self, tenant: str | None) -> tuple[int, int]:
         """Sequences and prompt tokens of a tenant that wait. From any thread."""
         return self._tenants.get(tenant, (0, 0))
+
+    def held_by_call(self, call_id: str | None) -> tuple[int, int]:
+        """As `held_by`, of the requests of one call; of none where it has no id."""
+        return (0, 0) if call_id is None else self._calls.get(call_id, (0, 0))
 
     def of_adapter(self, digest: AdapterDigest) -> tuple[Sequence, ...]:
         """Those that wait with an adapter, oldest first."""
@@ -168,6 +174,11 @@ class WaitingQueue(AbstractSequence[Sequence]):
         for tenant in tenants:
             own = [seq.prompt_len for seq in seqs if seq.tenant == tenant]
             assert self.held_by(tenant) == (len(own), sum(own))
+        calls = {seq.call_id for seq in seqs if seq.call_id is not None}
+        assert self._calls.keys() == calls
+        for call_id in calls:
+            own = [seq.prompt_len for seq in seqs if seq.call_id == call_id]
+            assert self.held_by_call(call_id) == (len(own), sum(own))
         groups: dict[Group, list[Sequence]] = {}
         for seq in seqs:
             groups.setdefault(_group(seq), []).append(seq)
@@ -183,6 +194,14 @@ class WaitingQueue(AbstractSequence[Sequence]):
 
 def _group(seq: Sequence) -> Group:
     return (seq.priority, seq.tenant)
+
+
+def _book(held: dict[_K, tuple[int, int]], who: _K, num_new: int, num_new_tokens: int) -> None:
+    num, num_tokens = held.get(who, (0, 0))
+    if num + num_new:
+        held[who] = (num + num_new, num_tokens + num_new_tokens)
+    else:
+        del held[who]
 
 
 def _remove(ordered: list[Sequence], seq: Sequence) -> None:

@@ -92,11 +92,15 @@ class Scheduler:
             pinned -= self.residency.pinned_pages(digest)
         return longest_length(self.geometry, self.config.max_model_len, prompt_len, max_tokens, adapter_pages, pinned)
 
-    def check_queue(self, num_tokens: int) -> None:
-        """Raise Overloaded if so many more prompt tokens are too many for the queue. An empty queue takes any."""
+    def check_queue(self, num_tokens: int, call_id: str | None = None) -> None:
+        """Raise Overloaded if so many more prompt tokens are too many for the queue.
+
+        A queue in which nothing waits but what is of the same call takes any.
+        """
         limit = self.config.max_waiting_tokens
         waiting = self.waiting.num_prompt_tokens
-        if limit is not None and waiting and waiting + num_tokens > limit:
+        is_empty = waiting == self.waiting.held_by_call(call_id)[1]
+        if limit is not None and not is_empty and waiting + num_tokens > limit:
             raise Overloaded(
                 f"{waiting} prompt tokens wait and the request has {num_tokens}; the queue holds {limit} "
                 "(--max-waiting-tokens).",

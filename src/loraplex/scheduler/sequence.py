@@ -56,6 +56,7 @@ class Sequence:
     tenant: str | None = None
     priority: int = 0
     deadline_at_s: float | None = None
+    call_id: str | None = None
     adapter_rank: float = 0.0  # ranks of all projections that weigh as much as the adapter
     space: CacheSpace | None = None  # where its prefix may be shared; None: nowhere
     prefix: list[PrefixNode] = field(default_factory=list)  # its first pages, held by the cache
@@ -96,6 +97,7 @@ def new_sequence(
         tenant=request.tenant,
         priority=request.priority,
         deadline_at_s=None if request.deadline_s is None else now + request.deadline_s,
+        call_id=request.call_id,
     )
 
 

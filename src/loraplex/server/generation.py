@@ -61,6 +61,7 @@ class Job:
                 tenant=self.tenant,
                 priority=self.priority,
                 deadline_s=left_s,
+                call_id=self.job_id,
             )
             for idx, prompt in enumerate(self.prompts)
         )
