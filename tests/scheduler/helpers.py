@@ -185,7 +185,7 @@ class Driver:
     def _check_overtaking(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
         """Only one that waits for an adapter's turn is passed over.
 
-        After its patience it is by the base alone, and by those on an adapter that began to run less than a patience ago.
+        After its patience it is by the base alone, and by those on adapters that began to run less than a patience ago.
         """
         config = self.scheduler.config
         active = {seq.adapter for seq in self.scheduler.running} - {None}

@@ -45,8 +45,8 @@ class Request:
     """One client request after parsing, authorisation and tokenisation. `adapter` None means the base, by choice.
 
     `tenant` is whose share it counts to and who may reuse its computed prefix; a request of no tenant shares with none.
-    Higher `priority` goes first. `deadline_s`: seconds after arrival by which the answer must have ended. Requests of one
-    `call_id` are the prompts of one call, which count as one where the tenant's share of the queue is judged.
+    Higher `priority` goes first. `deadline_s`: seconds after arrival by which the answer must have ended. Requests with
+    the same `call_id` are the prompts of one call, and count as one where the tenant's share of the queue is judged.
     """
 
     request_id: RequestId

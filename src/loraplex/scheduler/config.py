@@ -15,8 +15,8 @@ class SchedulerConfig:
 
     `max_loras` bounds the distinct adapters of a step and reserves no memory (None: as many as sequences).
     `adapter_patience_s`: how long a request that waits for an adapter's turn may be overtaken by requests whose adapter
-    already runs. After that it may be by the base, and by requests whose adapter began to run less than so long ago. `aging_s`: who has waited so long counts as of the
-    highest priority that waits.
+    already runs. After that it may be by the base, and by requests whose adapter began to run less than so long ago.
+    `aging_s`: who has waited so long counts as of the highest priority that waits.
 
     `max_mixed_tokens` bounds a step in which sequences decode, which wait for the prompts in it (None: no bound of its
     own). A prompt that comes beside them takes more steps.
