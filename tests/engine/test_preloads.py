@@ -68,6 +68,23 @@ def test_pins_and_preloads_come_without_a_request_and_pins_end(
     wait_for(engine, {a: ("resident", False), c: ("resident", False)})
 
 
+def test_preloads_without_room_are_told_once(
+    make_engine: MakeEngine, tiny_base: MakeBase, tiny_adapter: MakeAdapter
+) -> None:
+    engine, models = make_engine(kv_pages=20)
+    digests = [ref.digest for ref in load_three(models, tiny_base, tiny_adapter)]
+    num_fitting = 20 // engine.engine.shelf.packed[digests[0]].num_pages
+    assert 1 <= num_fitting < 3
+    for digest in digests:
+        engine.preload_adapter(digest)
+    wait_for(engine, {one: ("resident" if idx < num_fitting else "absent", False) for idx, one in enumerate(digests)})
+    deadline, dropped = time.monotonic() + 10, []
+    while len(dropped) < 3 - num_fitting and time.monotonic() < deadline:
+        dropped += engine.take_dropped_preloads()
+    assert dropped == digests[num_fitting:]
+    assert engine.take_dropped_preloads() == ()
+
+
 def test_retired_adapter_is_pinned_no_more(
     make_engine: MakeEngine, tiny_base: MakeBase, tiny_adapter: MakeAdapter
 ) -> None:

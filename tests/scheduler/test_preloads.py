@@ -172,6 +172,24 @@ def test_preload_evicts_what_is_worth_least_but_no_preload_that_nobody_has_used(
     world.step()
     assert set(world.scheduler.residency.resident) == {C, digest_of(5), A}
     assert not world.scheduler.preloads.can_begin, "it has no room, so it is dropped"
+    assert world.scheduler.preloads.take_dropped() == (B,)
+    assert world.scheduler.preloads.take_dropped() == ()
+
+
+def test_dropped_preloads_are_told_unless_they_came_after_all() -> None:
+    world = make_world(num_pages=7, load_steps=0, prefix_caching=False)
+    preloads = world.scheduler.preloads
+    preload(world, C, digest_of(5), B, digest_of(4))  # 3, 3, 2 and 2 pages
+    for _ in range(4):
+        world.step()
+        world.scheduler.check_invariants()
+    world.add(make_request(4, 1, max_tokens=1))
+    world.drain()
+    world.scheduler.check_invariants()
+    assert preloads.take_dropped() == (digest_of(4),), "B came with a request"
+    preload(world, A, D)
+    world.scheduler.retire_adapter(A)
+    assert preloads.take_dropped() == (A,), "it has left before its turn"
 
 
 def test_preload_into_free_pages_alone_evicts_nothing() -> None:
@@ -183,6 +201,7 @@ def test_preload_into_free_pages_alone_evicts_nothing() -> None:
         world.step()
     assert set(world.scheduler.residency.resident) == {C, digest_of(5)}
     assert world.scheduler.residency.num_evictions == 0
+    assert world.scheduler.preloads.take_dropped() == ()
 
 
 def test_preload_that_fails_is_forgotten_and_the_next_one_comes() -> None:

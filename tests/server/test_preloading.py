@@ -513,7 +513,7 @@ async def test_pinned_name_that_is_unpinned_while_its_new_version_is_read_stays_
 async def test_what_is_asked_for_at_start_is_read_several_at_once(store: SlowStore) -> None:
     names = tuple(f"n{number}" for number in range(40))
     gate = asyncio.Event()
-    store.gates.update(dict.fromkeys(names[:3], gate))  # their store hangs
+    store.gates.update(dict.fromkeys(names[17:20], gate))  # their store hangs
     preloader = over(store, pin=names[:20], preload=names[20:])
     preloader.start()
     try:
@@ -528,10 +528,97 @@ async def test_what_is_asked_for_at_start_is_read_several_at_once(store: SlowSto
         await preloader.close()
 
 
+class HalfFull(FakeEngine):
+    """Two adapters may be pinned."""
+
+    def pin_adapter(self, digest: Any) -> None:
+        self.pin_error = InvalidRequest("The adapter takes 9 pages", "pin") if len(self.pinned) >= 2 else None
+        super().pin_adapter(digest)
+
+
+async def test_names_that_come_first_are_pinned_whichever_is_read_first(store: SlowStore) -> None:
+    log = CapturingLogger()
+    store.engine = HalfFull()
+    names = tuple(f"n{number}" for number in range(12))
+    gates = store.gates = {name: asyncio.Event() for name in names[:5]}
+    preloader = over(store, log, pin=names)
+    preloader.start()
+    try:
+        await until(lambda: store.num_leased == 7)
+        assert store.engine.pinned == set()
+        for name in reversed(names[:5]):
+            gates[name].set()
+            await asyncio.sleep(0.01)
+        await until(lambda: preloader.is_ready)
+        assert store.engine.pinned == {"n0@1", "n1@1"}
+        assert store.num_leased == 2
+    finally:
+        await preloader.close()
+    (told,) = [call for call in log.calls if call.args == ("pins_missing",)]
+    assert told.method_name == "error"
+    assert told.kwargs == {
+        "num_missing": 10,
+        "num_pinned": 2,
+        "names": [f"n{number}" for number in range(2, 10)],
+        "message": "The adapter takes 9 pages",
+    }
+    assert len([call for call in log.calls if call.args == ("pin_failed",)]) == 10
+
+
+async def test_pins_wait_only_a_while_for_a_store_that_hangs(store: SlowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloading, "TURN_WAIT_S", 0.2)
+    store.gates = {"slow": asyncio.Event(), "slower": asyncio.Event()}
+    preloader = over(store, pin=("slow", "a", "slower", "b"))
+    preloader.start()
+    try:
+        await until(lambda: store.num_leased == 2)
+        await until(lambda: store.engine.pinned == {"a@1", "b@1"})
+        store.gates["slow"].set()
+        await until(lambda: store.engine.pinned == {"a@1", "b@1", "slow@1"})
+    finally:
+        await preloader.close()
+
+
+async def test_pin_that_is_undone_before_its_turn_is_neither_pinned_nor_told_as_missing(store: SlowStore) -> None:
+    log = CapturingLogger()
+    store.gates["slow"] = asyncio.Event()
+    preloader = over(store, log, pin=("slow", "a"))
+    preloader.start()
+    try:
+        await until(lambda: store.num_leased == 1)
+        assert await preloader.unpin("a")
+        store.gates["slow"].set()
+        await until(lambda: preloader.is_ready)
+        assert (store.engine.pinned, store.num_leased) == ({"slow@1"}, 1)
+    finally:
+        await preloader.close()
+    assert log.calls == []
+
+
+async def test_preloads_that_found_no_room_are_one_line_that_names_them(store: SlowStore) -> None:
+    log = CapturingLogger()
+    preloader = over(store, log, preload=tuple(f"n{number}" for number in range(20)))
+    preloader.start()
+    try:
+        await until(lambda: len(store.engine.preloaded) == 20)
+        store.engine.in_pool |= {AdapterDigest(f"n{number}@1") for number in range(10)}
+        store.engine.dropped_preloads += [AdapterDigest(f"n{number}@1") for number in range(10, 20)]
+        await until(lambda: bool(log.calls))
+        await asyncio.sleep(0.2)
+    finally:
+        await preloader.close()
+    (told,) = log.calls
+    assert (told.method_name, told.args) == ("warning", ("preloads_not_kept",))
+    assert (told.kwargs["num_missing"], told.kwargs["names"]) == (10, [f"n{number}" for number in range(10, 18)])
+    for knob in ("--kv-pages", "--memory", "--cpu-lora-memory"):
+        assert knob in told.kwargs["message"]
+
+
 async def test_how_many_are_still_missing_is_told_once_when_ready_no_longer_waits(
     store: SlowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preloading, "READY_WAIT_S", 1.0)
+    monkeypatch.setattr(preloading, "TURN_WAIT_S", 0.2)
     log = CapturingLogger()
     gate = asyncio.Event()
     store.gates.update({"a": gate, "b": gate})
@@ -584,7 +671,7 @@ async def test_pinned_names_follow_their_versions_while_the_store_of_others_hang
 
 async def test_pinned_name_that_has_come_is_followed_while_others_still_come(store: SlowStore) -> None:
     store.gates["slow"] = asyncio.Event()
-    preloader = over(store, pin=("slow", "a"), preload=("b",))
+    preloader = over(store, pin=("a", "slow"), preload=("b",))
     preloader.start()
     try:
         await until(lambda: store.engine.pinned == {"a@1"})

@@ -141,6 +141,10 @@ class AsyncEngine:
         """As `Engine.preload_adapter`, between two steps. Blocks until then, not until it is loaded."""
         self._between_steps(partial(self.engine.preload_adapter, digest, only_free=only_free))
 
+    def take_dropped_preloads(self) -> tuple[AdapterDigest, ...]:
+        """As `Preloads.take_dropped`, between two steps. Blocks until then."""
+        return self._between_steps(self.engine.scheduler.preloads.take_dropped)
+
     def compare(self, adapter: Adapter) -> AdapterComparison:
         """Compare an adapter with its merged reference (`Engine.compare`) while requests go on.
 

@@ -16,7 +16,7 @@ from loraplex.scheduler.plan import AdapterLoad
 class Preloads:
     """What is to be loaded without a request. With `load_ahead` off nothing is: adapters come with their steps."""
 
-    __slots__ = ("_config", "_missing", "_on_its_way", "_pool", "_residency", "_unused", "_wanted")
+    __slots__ = ("_config", "_dropped", "_missing", "_on_its_way", "_pool", "_residency", "_unused", "_wanted")
 
     def __init__(self, config: SchedulerConfig, pool: PagePool, residency: AdapterResidency) -> None:
         self._config = config
@@ -24,6 +24,7 @@ class Preloads:
         self._residency = residency
         self._missing: dict[AdapterDigest, int] = {}  # pinned, not in the pool: their pages
         self._wanted: dict[AdapterDigest, tuple[int, bool]] = {}  # pages, and whether only free ones may be taken
+        self._dropped: dict[AdapterDigest, None] = {}  # that were to take more than free pages, until `take_dropped`
         self._on_its_way: AdapterDigest | None = None
         self._unused: set[AdapterDigest] = set()  # preloaded, and not used when last looked at
 
@@ -47,22 +48,35 @@ class Preloads:
         if not self._residency.is_placed(digest):
             self._missing[digest] = num_pages
         self._wanted.pop(digest, None)
+        self._dropped.pop(digest, None)
 
     def want(self, digest: AdapterDigest, num_pages: int, *, only_free: bool) -> None:
         """Load an adapter when there is time and room; one that is in the pool, or pinned, needs nothing."""
         if self._config.load_ahead and not self._residency.is_placed(digest) and digest not in self._missing:
             self._wanted[digest] = (num_pages, only_free)
+            self._dropped.pop(digest, None)
 
     def drop(self, digest: AdapterDigest) -> None:
         """Nobody wants it any more. A load on its way ends as it does."""
         self._missing.pop(digest, None)
-        self._wanted.pop(digest, None)
         self._unused.discard(digest)
+        _, only_free = self._wanted.pop(digest, (0, True))
+        if not only_free:
+            self._dropped[digest] = None
 
     def placed(self, digest: AdapterDigest) -> None:
         """An adapter's pages are leased, whoever asked for it."""
         self._missing.pop(digest, None)
         self._wanted.pop(digest, None)
+        self._dropped.pop(digest, None)
+
+    def take_dropped(self) -> tuple[AdapterDigest, ...]:
+        """Preloads that found no room in the pool, or left host memory before their turn, since the last call.
+
+        Without those for free pages alone, and those that came with a request after all.
+        """
+        dropped, self._dropped = tuple(self._dropped), {}
+        return dropped
 
     def ended(self, digest: AdapterDigest) -> None:
         """A load is ready, or has failed: a pinned adapter's is tried again when its time has come."""
@@ -98,6 +112,8 @@ class Preloads:
             self._unused = {one for one in self._unused if self._residency.is_unused(one)}
             room = num_pages + spare_pages()
             fits = self._pool.num_free >= room if only_free else self._residency.can_make_room(room, self._unused)
+            if not fits and not only_free:
+                self._dropped[digest] = None
             if fits and self._residency.state(digest, now) is AdapterState.ABSENT:
                 self._on_its_way = digest
                 return [self._begin(digest, num_pages, self._unused, now)]
@@ -118,5 +134,6 @@ class Preloads:
         pinned = set(self._residency.pinned)
         assert self._missing.keys() == {digest for digest in pinned if not self._residency.is_placed(digest)}
         assert not self._wanted.keys() & pinned
+        assert not any(map(self._residency.is_placed, self._dropped))
         if self._on_its_way is not None:
             assert self._residency.state(self._on_its_way) is AdapterState.LOADING

@@ -63,6 +63,13 @@ class ServingEngine(EngineClient, Protocol):
         """
         ...
 
+    def take_dropped_preloads(self) -> tuple[AdapterDigest, ...]:
+        """What `preload_adapter` was asked for, not `only_free`, and found no room, since the last call.
+
+        In the pool, or in host memory until its turn came. Raises EngineDead.
+        """
+        ...
+
     def compare(self, adapter: Adapter) -> AdapterComparison:
         """Hold the adapter, unmerged, against its merged reference. Raises EngineDead."""
         ...

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,27 @@ from loraplex.server.popularity import Popularity, Starts, read_scores, write_te
 from loraplex.server.threads import WorkerThreads
 
 READY_WAIT_S = 30.0  # for which /ready may be held up
+TURN_WAIT_S = 15.0  # for which pins that are read wait at start for those named before them
 MAX_AT_ONCE = 8  # names that are resolved and read
 TICK_S = 1.0  # between looks whether a pinned name stands for other weights
 _NOTE_S = 60.0  # between notes of what is popular
 _REFILL_S = 10.0  # between looks whether popular adapters were pushed out
 _MAX_REFILLS = 8
 _MAX_SHOWN = 8  # names, in a line of the log
+_NO_ROOM_LEFT = (
+    "There was no room in the pool (--kv-pages, --memory), or host memory was too small until their turn came "
+    "(--cpu-lora-memory, --max-cpu-loras)."
+)
 
 Reading = AbstractAsyncContextManager[None]
 """Held while weights are read, which may have to wait for it."""
 _AT_ONCE: Reading = nullcontext()
+Turn = Callable[[], Awaitable[None]]
+"""Awaited once weights are read, before they are pinned."""
+
+
+async def _no_turn() -> None:
+    """Nobody comes before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +70,11 @@ class PreloadConfig:
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """A pinned name, and the weights that are pinned for it now. `trouble` was logged last."""
+    """A pinned name, and the weights that are pinned for it now. `trouble` was logged last, and why is in `message`."""
 
     lease: NamedLease | None = None
     trouble: str | None = None
+    message: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -99,11 +111,13 @@ class Preloader:
         self._calls: set[_PinCall] = set()
         self._lock = asyncio.Lock()  # over changes of pins, their leases and counts
         self._places = asyncio.Semaphore(MAX_AT_ONCE)  # each for as long as reading takes, which has its timeout
+        self._handed: dict[AdapterDigest, str] = {}  # preloads that the engine was asked for and that have not come
         self._followed: set[str] = set()  # pinned names that are looked at now
         self._popularity = Popularity()
         self._starts = Starts()
         self._task: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0  # at the latest
+        self._in_turn_until_s = 0.0
         self._is_done = True
         self._coming: dict[str, None] = {}  # names that were asked for at start and have not come or failed
         self._late: asyncio.TimerHandle | None = None
@@ -128,6 +142,7 @@ class Preloader:
         """Begin, in the running loop."""
         self._is_done, self._noted_s = False, time.monotonic()
         self._ready_at_s = self._noted_s + READY_WAIT_S
+        self._in_turn_until_s = self._noted_s + TURN_WAIT_S
         self._coming = dict.fromkeys((*self._config.pin, *self._config.preload))
         self._late = asyncio.get_running_loop().call_later(READY_WAIT_S, self._tell_late)
         self._task = asyncio.create_task(self._run())
@@ -171,6 +186,7 @@ class Preloader:
                 now = time.monotonic()
                 if self._is_done and now - refilled >= _REFILL_S:
                     refilled = now
+                    await self._guarded("preload", self._tell_dropped)
                     await self._guarded("refill", self._refill)
                 if now - self._noted_s >= _NOTE_S:
                     await self._guarded("popularity", self._note)
@@ -187,17 +203,46 @@ class Preloader:
         wanted = dict.fromkeys((*self._config.preload, *recent))
         pins, preloads = tuple(self._pins), [name for name in wanted if name not in self._pins]
         self._coming = dict.fromkeys((*pins, *preloads))
-        calls = [partial(self._bring, "pin", self._keep, name) for name in pins]
-        calls += [partial(self._bring, "preload", self._preload, name) for name in preloads]
         async with asyncio.TaskGroup() as group:
-            for call in calls:
-                group.create_task(call())
+            before: asyncio.Task[None] | None = None
+            for name in pins:
+                before = group.create_task(self._bring_pin(name, before))
+            for name in preloads:
+                group.create_task(self._bring_preload(name))
+        self._tell_unpinned(pins)
         self._is_done = True
 
-    async def _bring(self, what: str, call: Callable[[str], Awaitable[None]], name: str) -> None:
-        async with self._places:  # in the order in which they were begun
-            await self._guarded(what, call, name)
+    async def _bring_pin(self, name: str, before: "asyncio.Task[None] | None") -> None:
+        """Pin a name of the flag: read as soon as there is a place, pinned after those that were named before it.
+
+        So it is the flag's order that says who has the room. A slow store holds up others for TURN_WAIT_S at most.
+        """
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(self._places)  # in the order in which they were begun
+
+            async def turn() -> None:
+                await place.aclose()
+                if before is not None:
+                    await asyncio.wait({before}, timeout=max(0.0, self._in_turn_until_s - time.monotonic()))
+
+            await self._guarded("pin", partial(self._keep, turn=turn), name)
         self._coming.pop(name, None)
+
+    async def _bring_preload(self, name: str) -> None:
+        async with self._places:
+            await self._guarded("preload", self._preload, name)
+        self._coming.pop(name, None)
+
+    def _tell_unpinned(self, names: Collection[str]) -> None:
+        """One line for all names of --pin that are not pinned once each was tried."""
+        pins = {name: self._pins[name] for name in names if name in self._pins}  # without those unpinned since
+        missing = {name: pin.message for name, pin in pins.items() if pin.lease is None}
+        if missing:
+            shown, message = list(missing)[:_MAX_SHOWN], next(filter(None, missing.values()), None)
+            num_pinned = len(pins) - len(missing)
+            self._log.error(
+                "pins_missing", num_missing=len(missing), num_pinned=num_pinned, names=shown, message=message
+            )
 
     async def _guarded(self, what: str, call: Callable[..., Awaitable[None]], *name: str) -> None:
         """Do a part of the work, of a name or of none; what goes wrong is logged, and the rest goes on."""
@@ -242,21 +287,21 @@ class Preloader:
                 await self._let_go(pin)
             return pin is not None or bool(calls)
 
-    async def _keep(self, name: str, reading: Reading = _AT_ONCE) -> None:
+    async def _keep(self, name: str, reading: Reading = _AT_ONCE, turn: Turn = _no_turn) -> None:
         """See that a pinned name's weights are pinned; log what keeps them from it, once. Reads hold `reading`."""
         pin = self._pins.get(name)
         if pin is None:
             return
         try:
-            await self._follow(name, lambda: self._pins.get(name) is pin, reading)
+            await self._follow(name, lambda: self._pins.get(name) is pin, reading, turn)
             pin.trouble = None
         except LoraplexError as error:
             if pin.trouble != error.code:
                 self._log.warning("pin_failed", name=name, error=error.code, message=error.message)
-            pin.trouble = error.code
+            pin.trouble, pin.message = error.code, error.message
 
     async def _follow(
-        self, name: str, is_wanted: Callable[[], bool], reading: Reading = _AT_ONCE
+        self, name: str, is_wanted: Callable[[], bool], reading: Reading = _AT_ONCE, turn: Turn = _no_turn
     ) -> AdapterDigest | None:
         """Have what a name stands for pinned; None if that is not wanted any more once it could be."""
         try:
@@ -272,6 +317,7 @@ class Preloader:
         async with reading:
             lease, is_kept = await self._names.lease(name), False
         try:
+            await turn()
             is_kept = await self._put(name, lease, is_wanted)
         finally:
             if not is_kept:
@@ -319,8 +365,19 @@ class Preloader:
         lease = await self._names.lease(name)
         try:
             await self._threads.run(self._engine.preload_adapter, lease.digest)
+            self._handed[lease.digest] = name
         finally:
             lease.release()
+
+    async def _tell_dropped(self) -> None:
+        """One line for the preloads that the engine has given up for want of room since the last look."""
+        self._handed = {one: name for one, name in self._handed.items() if not self._engine.is_in_pool(one)}
+        dropped = await self._threads.run(self._engine.take_dropped_preloads) if self._handed else ()
+        names = [self._handed.pop(digest) for digest in dropped if digest in self._handed]
+        if names:
+            self._log.warning(
+                "preloads_not_kept", num_missing=len(names), names=names[:_MAX_SHOWN], message=_NO_ROOM_LEFT
+            )
 
     async def _refill(self) -> None:
         """Bring popular adapters back that host memory has and the pool has not, into free pages."""

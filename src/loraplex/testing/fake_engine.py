@@ -180,6 +180,7 @@ class FakeEngine:
     pinned: set[AdapterDigest] = field(default_factory=set)
     pin_error: LoraplexError | None = None
     preloaded: list[tuple[AdapterDigest, bool]] = field(default_factory=list)  # and whether into free pages alone
+    dropped_preloads: list[AdapterDigest] = field(default_factory=list)  # until the server asks
     compared: list[AdapterDigest] = field(default_factory=list)
     comparison: AdapterComparison | Exception = _PASSED
     compare_s: float = 0.0
@@ -339,6 +340,12 @@ class FakeEngine:
         self._check_held(digest)
         with self._lock:
             self.preloaded.append((digest, only_free))
+
+    def take_dropped_preloads(self) -> tuple[AdapterDigest, ...]:
+        """All of `dropped_preloads`, which is empty afterwards."""
+        with self._lock:
+            dropped, self.dropped_preloads = tuple(self.dropped_preloads), []
+        return dropped
 
     def _check_held(self, digest: AdapterDigest) -> None:
         if digest not in self.held:
