@@ -33,6 +33,7 @@ from loraplex.registry.keys import ApiKey
 from loraplex.registry.limits import LimitChanges, RegistryLimits, TenantLimits
 from loraplex.registry.registry import Registry, RegistryConfig
 from loraplex.registry.sandbox import SandboxLimits, validate_in_subprocess
+from loraplex.registry.standing import ChangedTenants, StandingVersion
 from loraplex.registry.tenants import Tenants
 from loraplex.registry.types import (
     AdapterDetail,
@@ -78,6 +79,7 @@ __all__ = [
     "AuditUnavailable",
     "BlobKey",
     "BlobRef",
+    "ChangedTenants",
     "CreatedKey",
     "FindingKind",
     "KeyId",
@@ -98,6 +100,7 @@ __all__ = [
     "ResolvedVersion",
     "Role",
     "SandboxLimits",
+    "StandingVersion",
     "StoreFull",
     "StoreReadOnly",
     "StoreUnavailable",

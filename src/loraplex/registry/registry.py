@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from loraplex.registry.master_secret import load_or_create_secret
 from loraplex.registry.publishing import SWEEP_AFTER_S, Publisher, Validator
 from loraplex.registry.resolver import Resolver
 from loraplex.registry.sandbox import SandboxLimits, validate_in_subprocess
+from loraplex.registry.standing import ChangedTenants, StandingVersion, changed_since, standing_versions
 from loraplex.registry.tenants import Tenants
 from loraplex.registry.types import AdapterFacts, ArtifactRef, ModelPage, Principal, ResolvedVersion, Role, VersionInfo
 from loraplex.registry.uploads import Uploads
@@ -127,6 +128,14 @@ class Registry:
     def recall_version(self, principal: Principal, model: str | None, base: BaseDescription) -> ResolvedVersion | None:
         """As `resolve`, but never blocks. Raises NotInMemory where the database must be asked."""
         return self._resolver.recall(principal, model, base)
+
+    def changed_since(self, epoch: int) -> ChangedTenants:
+        """The tenants that something was changed of after an epoch, by any process. Blocks, for a query or two."""
+        return changed_since(self._store, epoch)
+
+    def standing_versions(self, names: Mapping[str, Collection[str]]) -> tuple[StandingVersion, ...]:
+        """The usable versions of adapters that are given by tenant and name; none of what was taken away. Blocks."""
+        return standing_versions(self._store, names)
 
     def list_models(self, principal: Principal, base: BaseDescription, after: str = "", limit: int = 100) -> ModelPage:
         """Active adapters of this base that the caller may use, by name, from the one behind `after`.

@@ -107,6 +107,10 @@ class ModelCatalog(Protocol):
         """
         ...
 
+    async def refresh_names(self) -> None:
+        """Forget what `names_of` and `model_names` know that is not so any more; within a second."""
+        ...
+
     def load_failures(self) -> Mapping[AdapterDigest, LoadFailure]:
         """Adapters that could not be read into host memory and are not tried again now."""
         ...

@@ -4,7 +4,8 @@ They are asked for by requests, and by the server itself where they are pinned o
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 
 from loraplex.core import AdapterDigest
 
@@ -55,6 +56,38 @@ class KnownNames:
     def current(self, digests: Iterable[AdapterDigest]) -> dict[AdapterDigest, tuple[str, ...]]:
         """Names, without tenant and version, that stand for these adapters, and for no other with any tenant."""
         return {digest: self._names(digest, labels) for digest, labels in self.of(digests).items()}
+
+    def of_tenants(self, tenants: Collection[str]) -> dict[str, set[str]]:
+        """Names by tenant, of those tenants that have any here."""
+        found: dict[str, set[str]] = {}
+        paths = chain((_path(label) for labels in self._labels.values() for label in labels), self._current)
+        for path in paths if tenants else ():
+            tenant = path.partition("/")[0]
+            if tenant in tenants:
+                found.setdefault(tenant, set()).add(_name(path))
+        return found
+
+    def keep(self, asked: Mapping[str, Collection[str]], standing: Iterable[tuple[str, AdapterDigest, bool]]) -> None:
+        """Of the names `asked`, by tenant, forget labels that are not `standing`: label, digest, whether active."""
+        labels, active = set[tuple[str, AdapterDigest]](), set[tuple[str, AdapterDigest]]()
+        for label, digest, is_active in standing:
+            labels.add((label, digest))
+            if is_active:
+                active.add((_path(label), digest))
+
+        def is_asked(path: str) -> bool:
+            tenant, _, name = path.partition("/")
+            return name in asked.get(tenant, ())
+
+        for digest, known in list(self._labels.items()):
+            for label in [one for one in known if (one, digest) not in labels and is_asked(_path(one))]:
+                del known[label]
+            if not known:
+                del self._labels[digest]
+        for path, digest in list(self._current.items()):
+            if (path, digest) not in active and is_asked(path):
+                del self._current[path]
+                self._forget(path, digest)
 
     def _names(self, digest: AdapterDigest, labels: tuple[str, ...]) -> tuple[str, ...]:
         names = dict.fromkeys(_name(_path(label)) for label in labels)

@@ -101,6 +101,9 @@ class LocalCatalog:
         found = self.names_of(digests)
         return {digest: tuple(label.rpartition("@")[0] for label in labels) for digest, labels in found.items()}
 
+    async def refresh_names(self) -> None:
+        """Nothing: the names are always those of now."""
+
     def load_failures(self) -> Mapping[AdapterDigest, LoadFailure]:
         return {}
 

@@ -14,6 +14,7 @@ from loraplex.server.host_adapters import HostAdapters
 from loraplex.server.host_figures import HostFigures
 from loraplex.server.known_names import KnownNames
 from loraplex.server.load_backoff import LoadFailure
+from loraplex.server.name_watch import NameWatch
 from loraplex.server.threads import WorkerThreads
 from loraplex.server.waiters import Waiter
 
@@ -33,6 +34,7 @@ class RegistryCatalog:
         self._threads = threads
         self._host = host
         self._names = KnownNames()
+        self._watch = NameWatch(registry, threads, self._names)
 
     async def acquire(self, caller: Caller, model: str | None, on_resolved: OnResolved, waiter: Waiter) -> ModelLease:
         found = await self._resolve(caller, model)
@@ -66,6 +68,9 @@ class RegistryCatalog:
 
     def model_names(self, digests: Collection[AdapterDigest]) -> Mapping[AdapterDigest, tuple[str, ...]]:
         return self._names.current(digests)
+
+    async def refresh_names(self) -> None:
+        await self._watch.refresh()
 
     def load_failures(self) -> Mapping[AdapterDigest, LoadFailure]:
         return self._host.failures()

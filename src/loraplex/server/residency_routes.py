@@ -22,6 +22,7 @@ _ABSENT, _FAILED = "absent", "failed"  # states
 async def residency(service: Service, http: Request) -> Response:
     """GET /admin/v1/residency."""
     after, limit = _page(http)
+    await service.catalog.refresh_names()
     held = await service.queries.run(service.engine.residency)
     adapters = _with_failures(held, service.catalog.load_failures())
     start = bisect_right(adapters, after, key=lambda adapter: adapter.digest)

@@ -186,6 +186,7 @@ async def ready(service: Service, http: Request) -> Response:
 
 async def metrics(service: Service, http: Request) -> Response:
     """GET /metrics. With a registry it is for operators: it names the adapters at work, whoever owns them."""
+    await service.catalog.refresh_names()
     return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
