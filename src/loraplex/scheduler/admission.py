@@ -141,8 +141,8 @@ class Admission:
     def _is_still_stuck(self, turn: Pass) -> bool:
         """Whether what a pass found without a start still holds, also for those that arrived since.
 
-        Nobody waits with the base then and no adapter takes others in its turn, so behind one that is aged nobody starts;
-        in front of it the order may change.
+        Nobody waits with the base then and every adapter's turn is over, so behind one that is aged nobody starts; in
+        front of it the order may change.
         """
         if self._stuck is None or self._stuck != turn.active.keys():
             return False
