@@ -152,7 +152,7 @@ def test_what_names_stand_for_is_bounded_and_forgotten_as_a_whole(monkeypatch: p
 async def test_timings_add_up_to_the_time_of_the_answer(
     client: httpx.AsyncClient, engine: FakeEngine, stream: bool
 ) -> None:
-    engine.delay_s, engine.load_s, engine.cold = 0.02, 0.004, True
+    engine.delay_s, engine.load_s, engine.cold = 0.02, 0.004 + 1e-9, True
     engine.timings = Timings(queue_s=9.0, prefill_s=0.005, decode_s=9.0)
     response = await client.post("/v1/completions", json=completion(model="beta", max_tokens=4, stream=stream))
     bodies = chunks(response) if stream else [response.json()]
@@ -161,6 +161,7 @@ async def test_timings_add_up_to_the_time_of_the_answer(
     assert last["queue_s"] >= 0.02 - 0.005 - 0.004 - 1e-6, "the time to the first token, less these"
     assert last["decode_s"] >= 3 * 0.02 - 1e-3
     assert sum(last.values()) < response.elapsed.total_seconds() + 0.02
+    assert bodies[-1]["x_loraplex"]["load_s"] == 0.004, "in whole microseconds"
     assert first["queue_s"] == last["queue_s"]
     assert first["decode_s"] == 0.0 or not stream
 
@@ -174,13 +175,14 @@ async def test_timings_do_not_tell_what_others_loads_left(tmp_path: Path) -> Non
     async with site.client(key) as client:
         await client.post("/v1/completions", json=ask("one"))
         for cold in (True, False):
-            site.engine.cold, site.engine.load_s = cold, 0.02 * cold
+            site.engine.cold, site.engine.load_s = cold, (0.02 + 1e-9) * cold
             seen.append((await client.post("/v1/completions", json=ask("one"))).json()["x_loraplex"]["timings"])
     assert [timings["load_s"] for timings in seen] == [0.0, 0.0]
     for timings in seen:
         assert timings["queue_s"] >= 0.029, "nothing is taken off for a load that is not told"
         assert timings["queue_s"] == round(timings["queue_s"], 3)
     logged = site.lines()[1]
-    assert logged["load_s"] == pytest.approx(0.02)
+    assert logged["load_s"] == 0.02
+    assert all(logged[name] == round(logged[name], 6) for name in ("queue_s", "prefill_s", "decode_s"))
     assert logged["queue_s"] < seen[0]["queue_s"] - 0.015
     site.close()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from loraplex.core import SequenceDelta, ServedBy, TokenLogprob
-from loraplex.server.context import Tally
+from loraplex.server.context import Tally, shown_s
 
 Json = dict[str, object]
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
@@ -164,7 +164,7 @@ def identity_body(served: ServedBy, tally: Tally, request_id: str) -> Json:
         "adapter": {"name": adapter.name, "version": adapter.version, "digest": adapter.digest} if adapter else None,
         "base": {"name": served.base_name, "fingerprint": served.base_fingerprint},
         "cold": tally.shown_load.cold,
-        "load_s": tally.shown_load.load_s,
+        "load_s": shown_s(tally.shown_load.load_s),
         "timings": timings(tally),
         "request_id": request_id,
     }
@@ -181,8 +181,8 @@ def timings(tally: Tally) -> Json | None:
     if queue_s is None or decode_s is None:
         return None
     return {
-        "queue_s": round(queue_s, 6 if tally.told is None else 3),
-        "load_s": load_s,
-        "prefill_s": round(tally.prefill_s, 6),
-        "decode_s": round(decode_s, 6),
+        "queue_s": shown_s(queue_s, 6 if tally.told is None else 3),
+        "load_s": shown_s(load_s),
+        "prefill_s": shown_s(tally.prefill_s),
+        "decode_s": shown_s(decode_s),
     }

@@ -41,6 +41,11 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _SCOPE_KEY = "loraplex.context"
 
 
+def shown_s(seconds: float | None, num_places: int = 6) -> float | None:
+    """Seconds as answers and log lines have them: in microseconds, unless fewer places are asked for."""
+    return None if seconds is None else round(seconds, num_places)
+
+
 @dataclass(slots=True, eq=False)
 class Tally:
     """What has come back from the engine for one HTTP request, over all its prompts."""
@@ -259,7 +264,7 @@ class ContextMiddleware:
             decode_s = tally.last_token_at - tally.first_token_at
             ttft_s = tally.first_token_at - context.started_at
             self._metrics.observe_generation(ttft_s, decode_s, tally.num_output_tokens, seconds)
-        self._log.info("request", **_log_fields(context, scope), route=route, status=status, seconds=round(seconds, 6))
+        self._log.info("request", **_log_fields(context, scope), route=route, status=status, seconds=shown_s(seconds))
 
 
 def _num_header_bytes(scope: Scope) -> int:
@@ -293,10 +298,10 @@ def _log_fields(context: RequestContext, scope: Scope) -> dict[str, object]:
         "error_reason": context.error_reason,
         "error_detail": context.error_detail,
         "cold": tally.cold,
-        "load_s": tally.load_s,
-        "queue_s": tally.queue_s(tally.load_s),
-        "prefill_s": tally.prefill_s if tally.first_token_at is not None else None,
-        "decode_s": tally.decode_s,
+        "load_s": shown_s(tally.load_s),
+        "queue_s": shown_s(tally.queue_s(tally.load_s)),
+        "prefill_s": shown_s(tally.prefill_s if tally.first_token_at is not None else None),
+        "decode_s": shown_s(tally.decode_s),
         "prompt_tokens": tally.num_prompt_tokens,
         "cached_tokens": tally.num_cached_tokens,
         "output_tokens": tally.num_output_tokens,
