@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from loraplex.cli.main import spread_values
+from loraplex.cli.main import app, spread_values
 
 
 def test_several_values_become_repeated_options() -> None:
@@ -45,6 +46,21 @@ def test_other_command_lines_stay_as_they_are(argv: list[str]) -> None:
 def run_loraplex(*argv: str) -> subprocess.CompletedProcess[str]:
     code = "from loraplex.cli.main import main; main()"
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "base", "--max-loras", "0"], "'--max-loras': Input should be greater than or equal to 1, got '0'"),
+        (["serve", "base", "--port", "65536"], "'--port': Input should be less than or equal to 65535, got '65536'"),
+        (["serve", "base", "--preload-recent", "many"], "unable to parse string as an integer, got 'many'"),
+        (["audit", "list", "--last", "0"], "'--last': Input should be greater than or equal to 1, got '0'"),
+    ],
+)
+def test_a_refused_value_is_named_with_its_limit_and_flag(argv: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, argv)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_bad_base_is_one_line_on_stderr_and_status_2(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from loraplex.cli import adapter, audit, key, tenant
 from loraplex.cli.demo import demo
@@ -14,7 +16,25 @@ from loraplex.cli.say import say
 from loraplex.cli.serve import serve
 from loraplex.core import AdapterRefused, BaseRefused, ClientError, LoraplexError
 
+
+class RefusedValues(TyperGroup):
+    """A group whose commands, and theirs, say which value of a flag was refused, not only what it should be."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            from pydantic import ValidationError
+
+            if isinstance(error.__cause__, ValidationError):
+                value = error.__cause__.errors(include_url=False)[0]["input"]
+                error.message = f"{error.message}, got {value!r:.80}"
+            raise
+
+
 app = typer.Typer(
+    cls=RefusedValues,
     help="Serve one base LLM with many LoRA adapters: the right weights for every request.",
     no_args_is_help=True,
     add_completion=False,
