@@ -510,7 +510,10 @@ async def test_pinned_name_that_is_unpinned_while_its_new_version_is_read_stays_
         await preloader.close()
 
 
-async def test_what_is_asked_for_at_start_is_read_several_at_once(store: SlowStore) -> None:
+async def test_what_is_asked_for_at_start_is_read_several_at_once(
+    store: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preloading, "TURN_WAIT_S", 0.2)
     names = tuple(f"n{number}" for number in range(40))
     gate = asyncio.Event()
     store.gates.update(dict.fromkeys(names[17:20], gate))  # their store hangs
@@ -593,6 +596,21 @@ async def test_pin_that_is_undone_before_its_turn_is_neither_pinned_nor_told_as_
     finally:
         await preloader.close()
     assert log.calls == []
+
+
+async def test_preloads_are_handed_over_once_pins_are_taken_which_would_push_them_out(store: SlowStore) -> None:
+    store.gates["slow"] = asyncio.Event()
+    preloader = over(store, pin=("a", "slow"), preload=("b",))
+    preloader.start()
+    try:
+        await until(lambda: store.engine.pinned == {"a@1"} and store.num_leased == 2)
+        await asyncio.sleep(0.05)
+        assert store.engine.preloaded == []
+        store.gates["slow"].set()
+        await until(lambda: preloader.is_ready)
+        assert store.engine.preloaded == [("b@1", False)]
+    finally:
+        await preloader.close()
 
 
 async def test_preloads_that_found_no_room_are_one_line_that_names_them(store: SlowStore) -> None:

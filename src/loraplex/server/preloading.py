@@ -38,7 +38,7 @@ Reading = AbstractAsyncContextManager[None]
 """Held while weights are read, which may have to wait for it."""
 _AT_ONCE: Reading = nullcontext()
 Turn = Callable[[], Awaitable[None]]
-"""Awaited once weights are read, before they are pinned."""
+"""Awaited once weights are read, before the engine is asked to bring them in."""
 
 
 async def _no_turn() -> None:
@@ -208,7 +208,7 @@ class Preloader:
             for name in pins:
                 before = group.create_task(self._bring_pin(name, before))
             for name in preloads:
-                group.create_task(self._bring_preload(name))
+                group.create_task(self._bring_preload(name, before))
         self._tell_unpinned(pins)
         self._is_done = True
 
@@ -222,16 +222,21 @@ class Preloader:
 
             async def turn() -> None:
                 await place.aclose()
-                if before is not None:
-                    await asyncio.wait({before}, timeout=max(0.0, self._in_turn_until_s - time.monotonic()))
+                await self._after(before)
 
             await self._guarded("pin", partial(self._keep, turn=turn), name)
         self._coming.pop(name, None)
 
-    async def _bring_preload(self, name: str) -> None:
+    async def _bring_preload(self, name: str, pins: "asyncio.Task[None] | None") -> None:
+        """Read as soon as there is a place, which is held until the pins are taken: they would push it out again."""
         async with self._places:
-            await self._guarded("preload", self._preload, name)
+            await self._guarded("preload", partial(self._preload, turn=partial(self._after, pins)), name)
         self._coming.pop(name, None)
+
+    async def _after(self, before: "asyncio.Task[None] | None") -> None:
+        """Wait for those who come before, but not beyond TURN_WAIT_S after the start."""
+        if before is not None:
+            await asyncio.wait({before}, timeout=max(0.0, self._in_turn_until_s - time.monotonic()))
 
     def _tell_unpinned(self, names: Collection[str]) -> None:
         """One line for all names of --pin that are not pinned once each was tried."""
@@ -361,9 +366,10 @@ class Preloader:
             lease.release()
 
     # ------------------------------------------------------------------ preloads
-    async def _preload(self, name: str) -> None:
+    async def _preload(self, name: str, turn: Turn) -> None:
         lease = await self._names.lease(name)
         try:
+            await turn()
             await self._threads.run(self._engine.preload_adapter, lease.digest)
             self._handed[lease.digest] = name
         finally:
