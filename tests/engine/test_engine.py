@@ -305,7 +305,7 @@ def test_parameter_token_outside_the_vocabulary_is_refused(tiny_base: MakeBase, 
 
 def test_lengths_that_cannot_be_served_are_refused(tiny_base: MakeBase, tiny_adapter: MakeAdapter) -> None:
     base = tiny_base("llama")
-    harness = Harness(base, kv_pages=12, max_model_len=200)
+    harness = Harness(base, kv_pages=12)
     ref = harness.load("a", tiny_adapter(base, rank=8))
     for prompt, params in (
         ((), GREEDY),

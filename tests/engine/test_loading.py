@@ -36,7 +36,14 @@ def test_auto_settings_come_from_the_model(tiny_base: MakeBase) -> None:
 
 def test_context_is_bounded_by_the_pool(tiny_base: MakeBase) -> None:
     assert load(tiny_base("llama"), kv_pages=3).scheduler_config.max_model_len == 48
-    assert load(tiny_base("llama"), kv_pages=3, max_model_len=200).scheduler_config.max_model_len == 200
+    assert load(tiny_base("llama"), kv_pages=3, max_model_len=48).scheduler_config.max_model_len == 48
+
+
+def test_length_that_the_pool_cannot_hold_is_refused(tiny_base: MakeBase) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tiny_base("llama"), kv_pages=3, max_model_len=49)
+    for part in ("max_model_len 49", "48 tokens", "3 pages of 16", "--max-model-len", "--kv-pages", "--memory"):
+        assert part in caught.value.message
 
 
 def test_length_above_the_context_is_refused(tiny_base: MakeBase) -> None:

@@ -58,15 +58,21 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def _resolve_max_len(config: EngineConfig, model: DecoderConfig, geometry: PoolGeometry) -> int:
-    """As asked (at most the model's context), else the model's context or what the pool holds."""
-    context = model.max_position_embeddings
+    """As asked, at most the model's context and what the pool holds; else the smaller of these. Raises ConfigError."""
+    context, held = model.max_position_embeddings, geometry.num_pages * geometry.page_tokens
     if config.max_model_len is None:
-        return min(context, geometry.num_pages * geometry.page_tokens)
+        return min(context, held)
     if config.max_model_len > context:
         why = " (longrope is served up to its original length)" if model.rope.kind == "longrope" else ""
         raise ConfigError(
             f"max_model_len {config.max_model_len} exceeds the base's context of {context} tokens{why} "
             "(--max-model-len)."
+        )
+    if config.max_model_len > held:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the {held} tokens of the pool ({geometry.num_pages} pages of "
+            f"{geometry.page_tokens}): lower --max-model-len, or raise --kv-pages, --memory or, on a GPU without these, "
+            "--gpu-memory-utilization."
         )
     return config.max_model_len
 
