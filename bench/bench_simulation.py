@@ -1,4 +1,5 @@
-"""Policies compared in the simulator: tail latency under load (P7), cold loads (P5), fairness (P8). No model, no GPU.
+"""Policies compared in the simulator: tail latency under load (P7), cold loads (P5), fairness (P8), and what a bound on
+distinct adapters costs. No model, no GPU.
 
 python -m bench.bench_simulation [--quick] [--out FILE]
 
@@ -150,6 +151,29 @@ def aggressors(traffic: Traffic, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+# ---------------------------------------------------------------------- distinct adapters
+def few_places(seconds: float, seed: int) -> list[dict[str, Any]]:
+    """First tokens of 8 and 64 adapters under bounds of distinct adapters in a step, 32 sequences, at two rates."""
+    traffic = Traffic(duration_s=seconds, ranks=(16,), base_share=0.0, prompt_median=100.0)
+    rows = []
+    for rate in (12.0, 25.0):
+        for num_adapters, max_loras in ((8, 8), (64, 8), (64, 16), (64, None)):
+            workload = make_workload(replace(traffic, rate=rate, num_adapters=num_adapters), seed)
+            run = simulate(workload, OURS, POOL, seed, max_num_seqs=32, max_loras=max_loras)
+            waits = [outcome.ttft_s for outcome in run.outcomes]
+            rows.append(
+                {
+                    "requests_per_s": rate,
+                    "adapters": num_adapters,
+                    "max_loras": max_loras or "none",
+                    "ttft_p50_s": round(quantile(waits, 0.5), 4),
+                    "ttft_p99_s": round(quantile(waits, 0.99), 4),
+                    "last_answer_s": round(run.now, 2),
+                }
+            )
+    return rows
+
+
 # ---------------------------------------------------------------------- output
 def table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -194,6 +218,8 @@ def main() -> None:
     print(table(rows, tuple(rows[0])), end="\n\n")
     crowd = replace(mixed, rate=40.0, num_adapters=1000, duration_s=seconds / 2)
     rows = timed("aggressors", lambda: aggressors(crowd, 1), results)
+    print(table(rows, tuple(rows[0])), end="\n\n")
+    rows = timed("few_places", lambda: few_places(seconds / 2, 3), results)
     print(table(rows, tuple(rows[0])))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
