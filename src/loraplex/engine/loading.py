@@ -70,9 +70,9 @@ def _resolve_max_len(config: EngineConfig, model: DecoderConfig, geometry: PoolG
         )
     if config.max_model_len > held:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} exceeds the {held} tokens of the pool ({geometry.num_pages} pages of "
-            f"{geometry.page_tokens}): lower --max-model-len, or raise --kv-pages, --memory or, on a GPU without these, "
-            "--gpu-memory-utilization."
+            f"max_model_len {config.max_model_len} exceeds the {held} tokens of the pool ({geometry.num_pages} pages "
+            f"of {geometry.page_tokens}): lower --max-model-len, or raise --kv-pages, --memory or, on a GPU without "
+            "these, --gpu-memory-utilization."
         )
     return config.max_model_len
 
