@@ -45,9 +45,9 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, **extra}
 
 
-def refusal(*argv: str, **environment: str) -> str:
-    """What `serve` says when it refuses its flags; the base does not exist, so they are looked at first."""
-    command = [*COMMAND, "nowhere", "--port", "0", *argv]
+def refusal(*argv: str, base: Path | str = "nowhere", **environment: str) -> str:
+    """What `serve` says when it refuses its flags; where the base does not exist, they are looked at first."""
+    command = [*COMMAND, str(base), "--port", "0", *argv]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env=clean_environment(**environment)
     )
@@ -140,16 +140,39 @@ def test_memory_for_adapters_is_given_or_a_quarter_of_what_there_is(monkeypatch:
         assert host_adapter_bytes(None) == expected
 
 
+def launched_with(host_bytes: int | None) -> Launched:
+    """A server with a pool of 1 MiB."""
+    geometry = SimpleNamespace(num_pages=256, page_bytes=4096)
+    engine = SimpleNamespace(engine=SimpleNamespace(arena=SimpleNamespace(max_bytes=host_bytes)))
+    return cast(Launched, SimpleNamespace(base=SimpleNamespace(geometry=geometry), engine=engine))
+
+
 @pytest.mark.parametrize(("host_bytes", "is_told"), [(None, False), (2**20, False), (2**20 - 1, True)])
 def test_host_memory_that_holds_less_than_the_pool_is_told(host_bytes: int | None, is_told: bool) -> None:
-    geometry = SimpleNamespace(num_pages=256, page_bytes=4096)
-    arena = SimpleNamespace(max_bytes=host_bytes)
-    launched = SimpleNamespace(
-        base=SimpleNamespace(geometry=geometry), engine=SimpleNamespace(engine=SimpleNamespace(arena=arena))
-    )
-    warning = host_memory_warning(cast(Launched, launched))
+    warning = host_memory_warning(launched_with(host_bytes))
     assert (warning is not None) == is_told
     assert warning is None or all(part in warning for part in ("--cpu-lora-memory", "1 MiB"))
+
+
+def test_host_memory_beyond_what_the_system_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.engine.host_memory.available_memory", lambda: 24 * 2**30)
+    assert host_memory_warning(launched_with(24 * 2**30)) is None
+    warning = host_memory_warning(launched_with(900 * 2**30))
+    assert warning is not None
+    assert all(part in warning for part in ("--cpu-lora-memory", "900 GiB", "24 GiB"))
+    monkeypatch.setattr("loraplex.engine.host_memory.available_memory", lambda: None)
+    assert host_memory_warning(launched_with(900 * 2**30)) is None
+
+
+def test_host_memory_without_room_for_any_adapter_is_refused(tiny_base: MakeBase) -> None:
+    said = refusal("--cpu-lora-memory", "1", base=tiny_base("llama"))
+    assert all(part in said for part in ("error config_error", "--cpu-lora-memory of 1 B", "a page of the pool")), said
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--max-cpu-loras", "1"), ("--packed-cache-size", "1G")])
+def test_flags_of_a_registry_are_refused_without_one(flag: str, value: str, tmp_path: Path) -> None:
+    assert all(part in refusal(flag, value) for part in (f"{flag} {value}", "--data-dir"))
+    assert "CONFIG_MISSING" in refusal(flag, value, "--data-dir", str(tmp_path)), "it went on to the base"
 
 
 # ---------------------------------------------------------------------- from end to end

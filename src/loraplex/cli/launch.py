@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from loraplex.adapters import CatalogEntry
     from loraplex.engine import AsyncEngine, EngineConfig, LoadedBase, ServedModels
     from loraplex.engine.packed_files import PackedFiles
+    from loraplex.pool import PoolGeometry
     from loraplex.registry import Registry, RegistryConfig
     from loraplex.server import ServerConfig
 
@@ -141,6 +142,7 @@ def _launch(
         from loraplex.server import create_app
 
         base = load_base(base_dir, engine_config, name=name, progress=progress)
+    check_host_bytes(server_config.host_adapter_bytes, base.geometry)
     with progress_bar(console, "Capturing CUDA graphs") as progress:
         packed = None if open_packed is None else open_packed(base)
         engine = Engine(base, progress=progress, max_host_bytes=server_config.host_adapter_bytes, packed_files=packed)
@@ -160,6 +162,15 @@ def _launch(
     client.start()
     sweep = None if registry is None else PeriodicSweep(registry, packed)
     return Launched(app, client, models, base, started_s, registry, sweep)
+
+
+def check_host_bytes(host_bytes: int, geometry: "PoolGeometry") -> None:
+    """Raise ConfigError for host memory that holds no adapter of this base, whatever its rank."""
+    if host_bytes < geometry.page_bytes:
+        raise ConfigError(
+            f"--cpu-lora-memory of {format_size(host_bytes)} holds no adapter: of this base each takes at least a page "
+            f"of the pool, {format_size(geometry.page_bytes)}. Raise --cpu-lora-memory."
+        )
 
 
 def _packed_files(config: "RegistryConfig", max_bytes: int, base: "LoadedBase") -> "PackedFiles":

@@ -12,6 +12,7 @@ from loraplex.cli.launch import Launched, cost_line, launch, ready_line, target_
 from loraplex.cli.listen import run_bound
 from loraplex.cli.say import LogConsole, say
 from loraplex.cli.serve_settings import (
+    check_registry_flags,
     engine_config,
     host_memory_warning,
     open_port,
@@ -50,14 +51,14 @@ _Runtime = typer.Option(
 )
 _Root = typer.Option("--lora-root", help="Directory below which adapters may be loaded at run time (repeatable).")
 _MaxCpuLoras = typer.Option(
-    help="Most adapters of a registry in host memory; default: as many as --cpu-lora-memory holds.", min=1
+    help="With a registry, most adapters in host memory; default: as many as --cpu-lora-memory holds.", min=1
 )
 _CpuMemory = typer.Option(
-    help="Memory for adapters of a registry in host memory, for example 8G, in pages of the pool; "
-    "default: a quarter of what is available at the start."
+    help="Host memory for adapters, for example 8G, in pages of the pool: those of --lora-modules must fit together, "
+    "of a registry those in use. Default: a quarter of what is available at the start."
 )
 _PackedCache = typer.Option(
-    help="Disk for adapters of a registry as they lie in memory, for example 100G, in the data directory; 0: none."
+    help="With a registry, disk for adapters as they lie in memory, for example 100G, in the data directory; 0: none."
 )
 _Pin = typer.Option(
     "--pin", help="Adapter that stays in the pool, used or not; with a registry tenant/name (repeatable)."
@@ -147,6 +148,7 @@ def serve(
 ) -> None:
     """Serve a base model and its adapters over an OpenAI-compatible HTTP API."""
     console, engine = LogConsole(stderr=True), engine_config(ctx.params)
+    check_registry_flags(ctx, data_dir)
     registry = registry_config(data_dir, database_url, artifacts_url, max_lora_rank)
     key, roots = usable_key(ctx, api_key, registry, console), runtime_roots(allow_runtime_lora_updating, lora_root)
     preloads = preload_config(pin, preload, preload_recent, data_dir)

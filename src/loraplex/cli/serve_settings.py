@@ -36,16 +36,34 @@ def host_adapter_bytes(given: str | None) -> int:
 
 
 def host_memory_warning(launched: Launched) -> str | None:
-    """A line for host memory in which fewer adapters fit than in the pool; None where it is enough."""
+    """A line for host memory in which fewer adapters fit than in the pool, or more than the system has; else None."""
+    from loraplex.engine.host_memory import available_memory
+
     geometry, host_bytes = launched.base.geometry, launched.engine.engine.arena.max_bytes
-    pool_bytes = geometry.num_pages * geometry.page_bytes
-    if host_bytes is None or host_bytes >= pool_bytes:
+    pool_bytes, available = geometry.num_pages * geometry.page_bytes, available_memory()
+    if host_bytes is None:
+        return None
+    if available is not None and host_bytes > available:
+        return (
+            f"warning: --cpu-lora-memory is {format_size(host_bytes)}, and this process may still use "
+            f"{format_size(available)}: the system may end it when adapters fill more. Lower --cpu-lora-memory."
+        )
+    if host_bytes >= pool_bytes:
         return None
     return (
         f"warning: --cpu-lora-memory keeps {format_size(host_bytes)} of adapters in host memory, and the pool could "
         f"hold {format_size(pool_bytes)}: what leaves host memory leaves the pool too, so adapters never fill more of "
         "the pool than that. Raise --cpu-lora-memory where there is memory."
     )
+
+
+def check_registry_flags(context: typer.Context, data_dir: Path | None) -> None:
+    """Raise ConfigError for a flag that does nothing without a registry, where there is none."""
+    for name in ("max_cpu_loras", "packed_cache_size"):
+        source = context.get_parameter_source(name)
+        if data_dir is None and source is not None and source.name == "COMMANDLINE":
+            flag, value = "--" + name.replace("_", "-"), context.params[name]
+            raise ConfigError(f"{flag} {value} is for adapters of a registry, which needs --data-dir.")
 
 
 def engine_config(flags: Mapping[str, Any]) -> "EngineConfig":
