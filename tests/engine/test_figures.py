@@ -207,6 +207,7 @@ def test_figures_are_read_while_the_engine_steps(tiny_base: MakeBase, tiny_adapt
                 seen += 1
             except Exception as error:
                 errors.append(error)
+            time.sleep(0.0005)  # without which it may keep the interpreter from the steps for most of the time
 
     reader = threading.Thread(target=read)
     reader.start()
