@@ -25,8 +25,9 @@ pytestmark = pytest.mark.anyio
 NUM_VERSIONS = 4
 NUM_CLIENTS = 12
 NUM_MOVES = 60
-# After these moves, to these versions, the pointer rests for longer than anything may be out of date.
-PAUSES = {20: 2, 40: 3, NUM_MOVES - 1: 4}
+# After these moves, to these versions, the pointer rests for longer than anything may be out of date: so each of the
+# versions is asked for, however slow the machine is.
+PAUSES = {10: 1, 20: 2, 40: 3, NUM_MOVES - 1: 4}
 MAX_STALE_S = 0.5  # another process's move is noticed within 0.25 s; the rest is for a slow machine
 HELLO = (256, *b"Hello")
 
