@@ -36,7 +36,7 @@ _NOTES = """\
   `pip install 'loraplex[cuda]'`.
 - `--dtype auto` takes the type that the base's `config.json` declares, and float32 if it declares none.
 - Unless `--max-model-len` says otherwise, the longest sequence is the smaller of the base's context and what the pool
-  holds. A longer `--max-model-len` than the base's context is refused.
+  holds. A `--max-model-len` above either is refused at start.
 - A pool of more bytes than this process may still use (`MemAvailable`, and what its cgroups leave) is refused.
 - The port is taken before anything is loaded, and answers once `Ready` is printed.
 - An adapter whose config names another base is served with a warning ([adapters.md](adapters.md#the-base-it-names)).
